@@ -1,0 +1,1 @@
+"""The weight cache: one process per device owns the memory that all engines map."""

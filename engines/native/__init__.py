@@ -1,0 +1,1 @@
+"""The native engine: `transformers` models over shared weights and a slot-organised KV arena."""

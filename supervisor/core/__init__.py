@@ -1,0 +1,1 @@
+"""Pure decisions: states, transition tables, policy. No I/O, no clock, no asyncio."""

@@ -1,0 +1,1 @@
+"""The gateway: a process of its own that owns the client streams."""

@@ -1,0 +1,1 @@
+"""Health: samples with their own timestamps, from probes, progress words and canaries."""

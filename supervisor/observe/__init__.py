@@ -1,0 +1,1 @@
+"""Metrics, events, logs and the journal."""

@@ -1,0 +1,1 @@
+"""Operating-system processes: spawn, watch by pidfd and exit flags, fence, adopt."""
