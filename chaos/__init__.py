@@ -1,1 +1,1 @@
-"""Chaos: faults, load, history and the checkers that judge it. May import anything; nothing imports it."""
+"""Chaos: faults, load, history, and the checkers that judge it. Nothing imports it."""

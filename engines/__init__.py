@@ -1,1 +1,1 @@
-"""Inference engines and the contract that every engine keeps with the supervisor and the gateway."""
+"""Inference engines, and the contract each keeps with supervisor and gateway."""

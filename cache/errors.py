@@ -1,0 +1,107 @@
+"""The root of every error that a person may read, and the errors of wires and cache.
+
+One object becomes the log line, the CLI exit and the HTTP problem body: it carries a stable
+`code`, one sentence, a `hint` that says what to do next, and the fields a program may need.
+Errors cross process boundaries as `ErrorBody` (see `cache.wire`) and are raised again on the
+other side as `RemoteError` with the same code.
+"""
+
+from typing import Any, ClassVar
+
+import msgspec
+
+__all__ = [
+    "ConnectionClosedError",
+    "DeadlineExceededError",
+    "ErrorBody",
+    "ProtocolError",
+    "RemoteError",
+    "UnderstudyError",
+    "VersionMismatchError",
+]
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """An error as it travels: never a traceback, never a pickled object."""
+
+    code: str
+    message: str
+    hint: str = ""
+    details: dict[str, Any] = {}
+
+
+class UnderstudyError(Exception):
+    """Base of all our errors."""
+
+    code: ClassVar[str] = "internal"
+    exit_code: ClassVar[int] = 1
+    http_status: ClassVar[int] = 500
+
+    def __init__(
+        self, message: str, *, hint: str = "", details: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.details = details or {}
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.hint}" if self.hint else self.message
+
+    @property
+    def stable_code(self) -> str:
+        """The code a caller may match on."""
+        return self.code
+
+    def to_body(self) -> ErrorBody:
+        """This error as it travels over a socket."""
+        return ErrorBody(self.stable_code, self.message, self.hint, self.details)
+
+
+class RemoteError(UnderstudyError):
+    """The peer refused or failed a request; `stable_code` is the peer's code."""
+
+    code = "remote"
+
+    def __init__(self, body: ErrorBody) -> None:
+        super().__init__(body.message, hint=body.hint, details=body.details)
+        self.body = body
+
+    @property
+    def stable_code(self) -> str:
+        """The code that the peer gave."""
+        return self.body.code
+
+
+class ProtocolError(UnderstudyError):
+    """The peer sent something that the protocol does not allow; the connection is closed."""
+
+    code = "protocol"
+
+
+class VersionMismatchError(ProtocolError):
+    """The peer speaks another version of the protocol."""
+
+    code = "protocol_version"
+
+    def __init__(self, protocol: str, *, ours: int, theirs: int) -> None:
+        super().__init__(
+            f"{protocol} protocol version {theirs} from the peer, this side speaks {ours}",
+            hint="run both ends from the same release, or restart the older one",
+        )
+
+
+class ConnectionClosedError(UnderstudyError):
+    """The peer closed the connection, or died."""
+
+    code = "connection_closed"
+
+
+class DeadlineExceededError(UnderstudyError):
+    """A wait reached its deadline."""
+
+    code = "deadline"
+
+    def __init__(self, what: str, *, timeout_s: float) -> None:
+        super().__init__(f"{what} did not happen within {timeout_s:g} s")
+        self.timeout_s = timeout_s

@@ -1,0 +1,92 @@
+"""Errors of the control plane: one tree, each class says when it is raised.
+
+The same object becomes the log line, the CLI exit code and the HTTP problem document.
+"""
+
+from cache.errors import (
+    ConnectionClosedError,
+    DeadlineExceededError,
+    ProtocolError,
+    RemoteError,
+    UnderstudyError,
+    VersionMismatchError,
+)
+
+__all__ = [
+    "AlreadyRunningError",
+    "ConfigurationError",
+    "ConflictError",
+    "ConnectionClosedError",
+    "DeadlineExceededError",
+    "NotFoundError",
+    "NotReachableError",
+    "PreconditionError",
+    "ProtocolError",
+    "RemoteError",
+    "StartFailedError",
+    "SupervisorError",
+    "UnderstudyError",
+    "VersionMismatchError",
+]
+
+
+class SupervisorError(UnderstudyError):
+    """Base of the control plane's own errors."""
+
+    code = "supervisor"
+
+
+class ConfigurationError(SupervisorError):
+    """The topology is wrong, or something that it names is not there."""
+
+    code = "configuration"
+    exit_code = 2
+    http_status = 400
+
+
+class NotReachableError(SupervisorError):
+    """No supervisor answers where one should be."""
+
+    code = "not_reachable"
+    exit_code = 3
+    http_status = 503
+
+
+class PreconditionError(SupervisorError):
+    """The request is understood, but the state of the system does not allow it now."""
+
+    code = "precondition"
+    exit_code = 4
+    http_status = 412
+
+
+class ConflictError(SupervisorError):
+    """Another operation is under way, or the caller's view of the epoch is old."""
+
+    code = "conflict"
+    exit_code = 4
+    http_status = 409
+
+
+class NotFoundError(SupervisorError):
+    """The request names something that does not exist."""
+
+    code = "not_found"
+    exit_code = 4
+    http_status = 404
+
+
+class AlreadyRunningError(SupervisorError):
+    """Another supervisor holds the lock of this state directory."""
+
+    code = "already_running"
+    exit_code = 4
+    http_status = 409
+
+
+class StartFailedError(SupervisorError):
+    """A process that the topology needs did not come up; everything started was stopped again."""
+
+    code = "start_failed"
+    exit_code = 1
+    http_status = 500
