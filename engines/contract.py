@@ -1,0 +1,361 @@
+"""What every engine offers: control, generation, progress. Torch-free; both ends import it.
+
+Three sockets in `state_dir/run`, all named after the instance:
+
+`<instance>.sock`  control (`cache.rpc`, protocol `understudy-engine`), served from a thread that
+                   never runs the model; the supervisor connects, and connects again after its own
+                   restart.
+`<instance>.gen`   generation: one connection per request, length-prefixed JSON of the tagged
+                   structs below (`GatewayFrame` one way, `EngineFrame` the other).
+`<instance>.http`  HTTP: `/health` (200 when it can serve or stand by, else 503) and `/metrics`.
+
+Control verb      parameters -> result (descriptors)
+hello             Hello -> EngineStatus
+status            - -> EngineStatus
+assume            Assume -> Assumed           role and epoch come from the supervisor alone
+canary            - -> CanaryResult           known prompt on private memory, legal in any role
+progress.open     - -> null (one memfd: `ProgressPage`)
+release_gateway   ReleaseGateway -> null      that gateway worker died: free its parked slots
+descriptors       - -> Descriptors (weights, KV extents, slot table): for a donation
+cache.rejoin      - -> null                   the daemon was restarted: register there again
+shutdown          - -> null                   leave in order; exit status 0
+
+Event `state` (EngineStatus) is sent whenever state, role or epoch change.
+
+Rules of generation
+    1. A request is answered only by the engine that holds the role and exactly the epoch named.
+    2. The engine commits a token to the slot table before it sends it.
+    3. `Cancel` means the client is gone: the slot is freed. End of file without it means the
+       gateway cut the route or died: the slot is parked for `adopt_grace_s`, then freed.
+    4. A second `Generate` with the same request id supersedes the first stream.
+    5. `Delta.index` counts output tokens before this delta; deltas are contiguous. `Delta.chars`
+       counts the characters (code points) of all text up to and including this delta.
+    6. On resume the engine sends only tokens behind `resume.token_ids` and text behind
+       `resume.chars`. Text is a pure function of the ids.
+    7. A gateway that does not read stops its own row, and no other.
+"""
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+from cache.protocol import KvOpened, LoadSpec, Manifest
+
+__all__ = [
+    "CONTROL_PROTOCOL",
+    "CONTROL_VERSION",
+    "GENERATE_VERSION",
+    "ZYGOTE_PROTOCOL",
+    "ZYGOTE_VERSION",
+    "Accepted",
+    "Assume",
+    "Assumed",
+    "CanaryResult",
+    "Cancel",
+    "ChildRecord",
+    "Children",
+    "Delta",
+    "Descriptors",
+    "End",
+    "EngineFrame",
+    "EngineSpec",
+    "EngineState",
+    "EngineStatus",
+    "Fork",
+    "GatewayFrame",
+    "Generate",
+    "GenerateBody",
+    "GenerateError",
+    "ProgressPage",
+    "ReleaseGateway",
+    "Resume",
+    "Role",
+    "Usage",
+    "ZygoteHello",
+    "ZygoteSpec",
+]
+
+CONTROL_PROTOCOL: Final = "understudy-engine"
+CONTROL_VERSION: Final = 1
+GENERATE_VERSION: Final = 1
+ZYGOTE_PROTOCOL: Final = "understudy-zygote"
+ZYGOTE_VERSION: Final = 1
+
+Role = Literal["none", "primary", "standby", "batch"]
+EngineState = Literal["starting", "ready", "standby", "serving", "stopping", "failed"]
+"""`ready`: attached and proven, waits for a role. `serving`: primary or batch."""
+
+
+class EngineSpec(msgspec.Struct, frozen=True):
+    """Everything an engine needs to start. The zygote gets it in `Fork`, a cold start in a file."""
+
+    name: str
+    group: str
+    instance: str
+    run_dir: str  # absolute; sockets are made here
+    cache_socket: str | None  # None: cache mode `off`, the engine loads privately
+    load: LoadSpec
+    on_mismatch: Literal["reload", "fail"]
+    slots: int
+    max_length: int
+    private_kv: bool  # batch engines: a region of their own that dies with them
+    max_queue: int
+    adopt_grace_s: float
+    attach_timeout_s: float
+    ballast_bytes: int = 0
+    niceness: int = 0
+    max_unsent_tokens: int = 512  # per stream; above it the row pauses until the gateway reads
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """An engine as it sees itself."""
+
+    name: str
+    instance: str
+    pid: int
+    state: EngineState
+    role: Role
+    epoch: int
+    exact: bool  # the self-check proved that rows depend on neither neighbours nor row index
+    active: int = 0  # rows that decode
+    parked: int = 0  # adopted or cut off, waiting for their gateway
+    queued: int = 0
+    slots: int = 0
+    attach_ms: float | None = None
+    start_ms: float | None = None
+    cache_registered: bool = False
+    error: str = ""
+
+
+class Assume(msgspec.Struct, frozen=True):
+    """Take this role. An epoch lower than the engine's own is refused (`stale_epoch`).
+
+    standby -> primary: raise the KV mapping, read the slot table, adopt. primary -> standby: stop
+    at a step boundary, commit, drop the mapping to read-only, end streams without freeing slots.
+    """
+
+    role: Literal["primary", "standby", "batch"]
+    epoch: int
+
+
+class Assumed(msgspec.Struct, frozen=True):
+    """Done."""
+
+    role: Role
+    epoch: int
+    adopted: list[str] = []  # request ids, hex
+    map_ms: float = 0.0
+    adopt_ms: float = 0.0
+
+
+class CanaryResult(msgspec.Struct, frozen=True):
+    """Token ids of the built-in prompt: one prefill chunk and one decode step."""
+
+    token_ids: list[int]
+    duration_ms: float
+    monotonic_ns: int
+
+
+class ReleaseGateway(msgspec.Struct, frozen=True):
+    """This gateway worker is dead; nobody will resume its streams."""
+
+    gateway: str
+
+
+class Descriptors(msgspec.Struct, frozen=True):
+    """What a donation needs; descriptors in the order of `cache.protocol.Donate`."""
+
+    manifest: Manifest
+    spec: LoadSpec
+    kv: KvOpened | None
+
+
+# ---------------------------------------------------------------- generation
+
+
+class GenerateBody(msgspec.Struct, frozen=True):
+    """A request, already checked by the gateway. Exactly one of prompt and messages is set."""
+
+    kind: Literal["completion", "chat"]
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    max_tokens: int | None = None  # None: completions 16 (OpenAI's default), chat up to max_length
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    stop: list[str] = []
+    ignore_eos: bool = False
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """What the client has already got."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    chars: int
+
+
+class Generate(msgspec.Struct, frozen=True, tag="generate", tag_field="type"):
+    """The first frame of a connection."""
+
+    version: int
+    request_id: str  # 128 random bits of the gateway, hex
+    epoch: int
+    gateway: str  # instance of the gateway worker
+    body: GenerateBody
+    seed: int  # 0 <= seed < 2**63; drawn by the gateway where the client gave none
+    resume: Resume | None = None
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel", tag_field="type"):
+    """The client is gone: free the slot."""
+
+
+GatewayFrame = Generate | Cancel
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts, as OpenAI's API reports them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted", tag_field="type"):
+    """The request is valid and queued, or its stream goes on.
+
+    `source`: `slot` (adopted, nothing recomputed), `replay` (prompt prefilled, delivered tokens
+    forced through decode), `fresh`. `exact`: the continuation is bit-exact.
+    """
+
+    prompt_ids: list[int]
+    epoch: int
+    source: Literal["fresh", "slot", "replay"]
+    exact: bool
+
+
+class Delta(msgspec.Struct, frozen=True, tag="delta", tag_field="type"):
+    """New tokens; `text` may be empty while a character or a stop string is incomplete."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    chars: int
+
+
+class End(msgspec.Struct, frozen=True, tag="end", tag_field="type"):
+    """The stream is complete."""
+
+    finish_reason: Literal["stop", "length"]
+    usage: Usage
+
+
+class GenerateError(msgspec.Struct, frozen=True, tag="error", tag_field="type"):
+    """The request cannot be served here.
+
+    `resumable`: the gateway should wait for the next route and try again. `status` is the HTTP
+    status for a client that has not seen a byte. Codes: `context_length_exceeded` (400),
+    `invalid_request` (400), `queue_full` (429), `not_serving` and `stale_epoch` (resumable),
+    `superseded`, `engine_failed` (resumable), `poison` (500).
+    """
+
+    code: str
+    message: str
+    status: int = 500
+    resumable: bool = False
+    retry_after_s: float | None = None
+
+
+EngineFrame = Accepted | Delta | End | GenerateError
+
+
+# ------------------------------------------------------------------- progress
+
+
+class ProgressPage:
+    """One page of shared words that only the engine's model thread writes.
+
+    Every word is an aligned 8-byte store (memoryview cast to Q): readers need no lock. Words:
+    steps (decode or prefill steps finished), tokens (committed), active, queued (requests that
+    wait for a slot), step_started_ns and step_finished_ns (CLOCK_MONOTONIC), epoch.
+    """
+
+    SIZE_BYTES: Final = 4096
+    MAGIC: Final = 0x5553_5047_0000_0001
+    FIELDS: Final = (
+        "steps", "tokens", "active", "queued", "step_started_ns", "step_finished_ns", "epoch",
+    )  # fmt: skip
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._words = buffer.cast("B").cast("Q")
+
+    def format(self) -> None:
+        """Mark a zero-filled page as ours (the engine, once)."""
+        self._words[0] = self.MAGIC
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the page was formatted by an engine of this version."""
+        return self._words[0] == self.MAGIC
+
+    def set(self, field: str, value: int) -> None:
+        """Store one word."""
+        self._words[1 + self.FIELDS.index(field)] = value
+
+    def get(self, field: str) -> int:
+        """Read one word."""
+        return self._words[1 + self.FIELDS.index(field)]
+
+    def release(self) -> None:
+        """Drop the view, so that the mapping below may be closed."""
+        self._words.release()
+
+
+# --------------------------------------------------------------------- zygote
+
+
+class ZygoteSpec(msgspec.Struct, frozen=True):
+    """Start of a zygote: `python -m engines.zygote SPECFILE`."""
+
+    group: str
+    instance: str
+    control_socket: str
+    load: LoadSpec
+
+
+class ZygoteHello(msgspec.Struct, frozen=True):
+    """The zygote's answer to hello: the socket exists only once everything is imported."""
+
+    instance: str
+    pid: int
+    threads: int
+    ready_ms: float
+
+
+class Fork(msgspec.Struct, frozen=True):
+    """Fork one engine; one descriptor, its log, comes beside it. Answer: ChildRecord.
+
+    `marker` is what the child writes over its `UNDERSTUDY_INSTANCE` in place.
+    """
+
+    spec: EngineSpec
+    marker: str
+
+
+class ChildRecord(msgspec.Struct, frozen=True):
+    """A child of the zygote; `status` is the wait status once it was reaped.
+
+    Verbs: hello -> ZygoteHello, fork -> ChildRecord, children -> Children. Event `exited`
+    (ChildRecord) goes to every client.
+    """
+
+    instance: str
+    pid: int
+    start_ticks: int
+    status: int | None = None
+
+
+class Children(msgspec.Struct, frozen=True):
+    """Living children, and the last 100 that were reaped."""
+
+    children: list[ChildRecord]
