@@ -5,12 +5,13 @@ pydantic at this edge only; the rest of the product reads these frozen models an
 bytes once parsed; in the file both carry a unit (`400ms`, `10m`, `2GiB`).
 """
 
+import ipaddress
 import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, WithJsonSchema
 
 __all__ = [
     "Admin",
@@ -26,13 +27,16 @@ __all__ = [
     "Health",
     "Kv",
     "Listen",
+    "ListenAddress",
     "Model",
     "Seconds",
     "Topology",
+    "format_duration",
+    "format_size",
 ]
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)")
+_DURATION = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)\s*(ms|s|m|h)", re.ASCII)
+_SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)", re.ASCII)
 _DURATION_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZE_UNITS: Final = {
     "B": 1,
@@ -63,13 +67,58 @@ def parse_size(value: object) -> object:
     raise ValueError(f"{value!r} is not a size; write a number with a unit, such as 512MiB or 2GiB")
 
 
+def format_duration(seconds: float) -> str:
+    """0.4 -> `400ms`: the shortest way to write it in the file."""
+    for unit in ("h", "m", "s"):
+        amount = seconds / _DURATION_UNITS[unit]
+        if amount >= 1 and amount == int(amount):
+            return f"{int(amount)}{unit}"
+    return f"{seconds * 1000:g}ms" if seconds else "0s"
+
+
+def format_size(size_bytes: int) -> str:
+    """2147483648 -> `2GiB`: the shortest exact way to write it in the file."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size_bytes >= _SIZE_UNITS[unit] and size_bytes % _SIZE_UNITS[unit] == 0:
+            return f"{size_bytes // _SIZE_UNITS[unit]}{unit}"
+    return f"{size_bytes}B"
+
+
 def parse_listen(value: object) -> object:
-    """`"127.0.0.1:8000"` or `"[::1]:8000"` -> host and port."""
+    """`"127.0.0.1:8000"` or `"[::1]:8000"` -> host and port.
+
+    Names other than `localhost` are refused: what they mean may change while we run.
+    """
     if isinstance(value, str):
-        host, separator, port = value.rpartition(":")
-        if separator and host and port.isdecimal() and int(port) <= 65535:
-            return {"host": host.strip("[]"), "port": int(port)}
-    raise ValueError(f"{value!r} is not an address; write host:port, such as 127.0.0.1:8000")
+        host, separator, port = value.strip().rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if separator and port.isascii() and port.isdecimal() and len(port) <= 5:
+            if int(port) > 65535:
+                raise ValueError(f"port {port} does not exist; write one from 1 to 65535, or 0")
+            if host == "localhost" or _is_ip_address(host):
+                return {"host": host, "port": int(port)}
+    raise ValueError(
+        f"{value!r} is not an address; write IP:port, such as 127.0.0.1:8000 or '[::1]:8000'"
+    )
+
+
+def _is_ip_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return "%" not in host  # an IPv6 zone is the business of one machine, not of a topology
+
+
+def parse_path(value: object) -> object:
+    """A path that the operating system can take, kept as it was written."""
+    if isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{value!r} is not a path; write a path as text, such as run/demo")
+    if any(ord(character) < 0x20 for character in value):
+        raise ValueError(f"{value!r} has control characters; write a plain path, such as run/demo")
+    return Path(value)
 
 
 Seconds = Annotated[
@@ -77,12 +126,17 @@ Seconds = Annotated[
     BeforeValidator(parse_duration),
     WithJsonSchema({"type": "string", "pattern": rf"^\s*{_DURATION.pattern}\s*$"}),
 ]
+PositiveSeconds = Annotated[Seconds, Field(gt=0)]
+Count = Annotated[int, Strict()]
+"""A whole number, and never `true` or `"8"`: a file that is read by people says what it means."""
+FilePath = Annotated[Path, BeforeValidator(parse_path), WithJsonSchema({"type": "string"})]
 Bytes = Annotated[
     int,
     BeforeValidator(parse_size),
     WithJsonSchema({"type": "string", "pattern": rf"^\s*{_SIZE.pattern}\s*$"}),
 ]
 
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda:\d{1,3})$")]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 """Lower-case letters, digits and inner hyphens, at most 40: names become file and socket names."""
 
@@ -91,7 +145,9 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class _Listen(_Model):
+class ListenAddress(_Model):
+    """An IP address (or `localhost`) and a port; port 0 takes any free one."""
+
     host: str
     port: int
 
@@ -100,7 +156,7 @@ class _Listen(_Model):
 
 
 Listen = Annotated[
-    _Listen,
+    ListenAddress,
     BeforeValidator(parse_listen),
     WithJsonSchema({"type": "string", "pattern": r"^.+:\d+$"}),
 ]
@@ -123,7 +179,7 @@ class EngineRole(StrEnum):
 class Admin(_Model):
     """The admin API."""
 
-    listen: Listen = _Listen(host="127.0.0.1", port=9400)
+    listen: Listen = ListenAddress(host="127.0.0.1", port=9400)
     """Loopback address of the admin HTTP API; port 0 takes any free one."""
     auth: Literal["default", "all"] = "default"
     """`all` asks for the bearer token also for health, metrics and status."""
@@ -132,15 +188,15 @@ class Admin(_Model):
 class Gateway(_Model):
     """The data plane: the one address that clients know."""
 
-    listen: Listen = _Listen(host="127.0.0.1", port=8000)
+    listen: Listen = ListenAddress(host="127.0.0.1", port=8000)
     """Address of the OpenAI API; port 0 takes any free one."""
-    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    workers: Annotated[Count, Field(ge=1, le=64)] = 1
     """Gateway processes that share the listening socket."""
     max_body: Bytes = 4 << 20
     """Largest request body; above it 413."""
-    max_connections: Annotated[int, Field(ge=1)] = 10_000
+    max_connections: Annotated[Count, Field(ge=1)] = 10_000
     """Client connections per worker; above it new ones wait in the kernel's backlog."""
-    max_parked: Annotated[int, Field(ge=1)] = 1024
+    max_parked: Annotated[Count, Field(ge=1)] = 1024
     """Requests per worker that may wait for a primary before their first byte; above it 429."""
     park_timeout: Seconds = 30.0
     """How long a request waits for a primary before it is answered 503."""
@@ -153,7 +209,7 @@ class Gateway(_Model):
 class Model(_Model):
     """The checkpoint."""
 
-    path: Path
+    path: FilePath
     """Folder in Hugging Face format: config, safetensors, tokenizer."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights in the arena; tensors of another floating type are converted on load."""
@@ -168,29 +224,29 @@ class CacheSettings(_Model):
 
     mode: Literal["daemon", "client", "off"] = "daemon"
     """`daemon` starts one; `client` uses one that runs already; `off` loads per engine."""
-    socket: Path | None = None
+    socket: FilePath | None = None
     """For `client`: the socket of the daemon that runs already."""
     on_mismatch: Literal["reload", "fail"] = "reload"
     """What to do when the daemon holds other weights than the topology names."""
-    load_timeout: Seconds = 1800.0
+    load_timeout: PositiveSeconds = 1800.0
     """Longest time that loading may take before the start fails."""
 
 
 class Kv(_Model):
     """The KV arena of the serving pair."""
 
-    slots: Annotated[int, Field(ge=1, le=1024)] = 16
+    slots: Annotated[Count, Field(ge=1, le=1024)] = 16
     """Streams that decode at once."""
-    max_length: Annotated[int, Field(ge=128, multiple_of=128)] = 2048
+    max_length: Annotated[Count, Field(ge=128, multiple_of=128)] = 2048
     """Tokens (prompt and answer) that one slot holds."""
 
 
 class EngineKv(_Model):
     """An engine's own KV region (batch engines)."""
 
-    slots: Annotated[int, Field(ge=1, le=1024)] | None = None
+    slots: Annotated[Count, Field(ge=1, le=1024)] | None = None
     """Streams that decode at once; default: the group's."""
-    max_length: Annotated[int, Field(ge=128, multiple_of=128)] | None = None
+    max_length: Annotated[Count, Field(ge=128, multiple_of=128)] | None = None
     """Tokens per slot; default: the group's."""
 
 
@@ -198,7 +254,9 @@ class Engine(_Model):
     """One engine of a group."""
 
     name: Name
+    """How commands, metrics and sockets call it; once in a topology."""
     kind: EngineKind = EngineKind.NATIVE
+    """Which program serves the model."""
     role: EngineRole
     """The role at the first start; later the supervisor decides."""
     kv: EngineKv = EngineKv()
@@ -211,26 +269,29 @@ class Engine(_Model):
 class Health(_Model):
     """How the engines of a group are watched."""
 
-    interval: Seconds = 0.1
+    interval: PositiveSeconds = 0.1
     """Time between two samples of progress and health."""
-    hang_after: Seconds = 0.4
+    hang_after: PositiveSeconds = 0.4
     """Work queued, no progress and not starved of CPU for this long: HUNG."""
-    canary: Seconds = 2.0
+    canary: PositiveSeconds = 2.0
     """Time between two known-answer checks of an engine."""
-    start_timeout: Seconds = 120.0
+    start_timeout: PositiveSeconds = 120.0
     """From spawn to ready, without the time that the weights take to load."""
 
 
 class Failover(_Model):
     """Limits of failing over by judgement, and how dead engines come back."""
 
-    intensity: Annotated[int, Field(ge=1)] = 5
-    """Failovers by judgement (HUNG) allowed within `period`."""
-    period: Seconds = 600.0
+    intensity: Annotated[Count, Field(ge=1)] = 5
+    """Failovers by judgement (HUNG) allowed within `period`; more would be flapping, so the group
+    is BLOCKED until `ack` or until the period has passed. Death is always answered."""
+    period: PositiveSeconds = 600.0
+    """Sliding window in which `intensity` counts."""
     stable_after: Seconds = 5.0
     """An engine that lived this long is restarted at once; a younger one backs off."""
     max_backoff: Seconds = 30.0
-    max_young_deaths: Annotated[int, Field(ge=1)] = 5
+    """Longest pause before an engine that keeps dying young is tried again."""
+    max_young_deaths: Annotated[Count, Field(ge=1)] = 5
     """So many deaths in a row before `stable_after`: FATAL, until the operator restarts it."""
     adopt_grace: Seconds = 10.0
     """How long an adopted slot waits for its gateway before it is freed."""
@@ -253,15 +314,24 @@ class Group(_Model):
     name: Name
     """Also the model id that clients use."""
     model: Model
-    devices: Annotated[list[str], Field(min_length=1)] = ["cpu"]
-    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """What one copy of the weights is loaded from."""
+    devices: Annotated[list[Device], Field(min_length=1)] = ["cpu"]
+    """`cpu`, or GPUs as `cuda:0`; one per tensor-parallel rank."""
+    tensor_parallel: Annotated[Count, Field(ge=1)] = 1
+    """Ranks that share each layer; equals the number of devices."""
     cache: CacheSettings = CacheSettings()
+    """Who holds the weights, and what happens when they differ."""
     kv: Kv = Kv()
+    """How many streams the serving pair carries, and how long they may be."""
     engines: Annotated[list[Engine], Field(min_length=1)]
+    """One primary; a standby for failover; a batch engine for what can wait."""
     health: Health = Health()
+    """How soon a dead or hung engine is noticed."""
     failover: Failover = Failover()
+    """How often the supervisor may act by judgement, and how it restarts engines."""
     batch: Batch = Batch()
-    max_queue: Annotated[int, Field(ge=0)] = 64
+    """When the batch engine gives way to the primary."""
+    max_queue: Annotated[Count, Field(ge=0)] = 64
     """Requests that may wait for a slot in the primary; above it 429 with Retry-After."""
 
 
@@ -269,9 +339,14 @@ class Topology(_Model):
     """One file, one supervisor."""
 
     version: Literal[1]
+    """Version of this format."""
     name: Name
-    state_dir: Path
+    """Names this supervisor in logs, metrics and for `supervisor status`."""
+    state_dir: FilePath
     """Folder for state, sockets and logs, mode 0700; created when missing."""
     admin: Admin = Admin()
+    """The admin API, for people and programs that operate the system."""
     gateway: Gateway = Gateway()
+    """The data plane, for clients."""
     groups: Annotated[list[Group], Field(min_length=1)]
+    """One per model."""
