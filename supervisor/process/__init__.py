@@ -19,6 +19,7 @@ from supervisor.process.fence import FenceEvidence, fence
 from supervisor.process.handle import ProcessHandle
 from supervisor.process.identity import (
     MARKER_VARIABLE,
+    MARKER_WIDTH,
     BootId,
     Marker,
     ProcessId,
@@ -46,6 +47,7 @@ from supervisor.process.tree import KillReport, ProcessTree, find_members, kill_
 
 __all__ = [
     "MARKER_VARIABLE",
+    "MARKER_WIDTH",
     "BootId",
     "Child",
     "EvidenceKind",

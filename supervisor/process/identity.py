@@ -26,6 +26,7 @@ from supervisor.process.stat import read_stat
 
 __all__ = [
     "MARKER_VARIABLE",
+    "MARKER_WIDTH",
     "BootId",
     "Marker",
     "ProcessId",
@@ -43,6 +44,9 @@ __all__ = [
 BootId = NewType("BootId", str)
 
 MARKER_VARIABLE: Final = "UNDERSTUDY_INSTANCE"
+MARKER_WIDTH: Final = 96
+"""Every value is padded to this, so that the zygote's forks can overwrite theirs in place."""
+
 _MARKER_KEY: Final = MARKER_VARIABLE.encode() + b"="
 _ENVIRON_LIMIT_BYTES: Final = 4 << 20  # ARG_MAX leaves 2 MiB to an environment on common systems
 
@@ -70,9 +74,9 @@ class Marker:
     state_id: str
     instance: str
 
-    def value(self, *, width: int = 0) -> str:
-        """The environment value, padded with spaces to `width` for overwriting in place."""
-        return f"{self.state_id}:{self.instance}".ljust(width)
+    def value(self) -> str:
+        """The environment value, padded with spaces on the right."""
+        return f"{self.state_id}:{self.instance}".ljust(MARKER_WIDTH)
 
 
 @functools.cache

@@ -95,5 +95,7 @@ def _take_over(
         raise SpawnError(argv, log_path, error) from error
     if core_limit_bytes is not None:
         with contextlib.suppress(ProcessLookupError):  # it has exited already
-            resource.prlimit(pid, resource.RLIMIT_CORE, (core_limit_bytes, core_limit_bytes))
+            _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+            limit = core_limit_bytes if hard < 0 else min(core_limit_bytes, hard)
+            resource.prlimit(pid, resource.RLIMIT_CORE, (limit, limit))
     return Child(read_process_id(pid), pidfd, marker)
