@@ -1,0 +1,257 @@
+"""What to do about one group now: a frozen snapshot in, actions and one sentence out.
+
+Invariants
+    1. Pure: the same snapshot gives the same decision.
+    2. Nobody is promoted while another engine of the group may still act as primary: `Promote`
+       only ever stands behind a `Fence` of the old primary in the same recovery, or where no
+       serving engine is left that is not proven dead.
+    3. Recovery actions run in order and stop at the first that fails; chores are independent of
+       one another and of recovery, and nothing slow is ever a recovery action.
+    4. A dead primary is always replaced. A judgement (HUNG) is limited by intensity, then BLOCKED.
+    5. While paused: no signal, no start, no promotion.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from supervisor.core.states import ALIVE, EngineState
+from supervisor.core.verdict import Verdict
+
+__all__ = [
+    "AssignBatch",
+    "AssignStandby",
+    "Chore",
+    "CutRoute",
+    "Decision",
+    "EngineView",
+    "Fence",
+    "GiveUp",
+    "GroupSnapshot",
+    "Promote",
+    "PublishRoute",
+    "RecoveryAction",
+    "StartEngine",
+    "StartZygote",
+    "decide",
+]
+
+_S = EngineState
+_BAD: Final = frozenset({Verdict.DEAD, Verdict.HUNG})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One configured engine, as far as decisions depend on it."""
+
+    name: str
+    is_batch: bool
+    state: EngineState
+    verdict: Verdict = Verdict.HEALTHY
+    may_start: bool = True  # back-off is over
+    has_given_up: bool = False
+    is_proven: bool = True  # its last known-answer check was right
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSnapshot:
+    """One group, as far as decisions depend on it."""
+
+    name: str
+    epoch: int
+    engines: tuple[EngineView, ...]
+    preferred_primary: str  # from the topology; only counts at the very first start
+    is_paused: bool = False
+    is_judging_blocked: bool = False  # the intensity of failovers by judgement is used up
+    zygote_is_ready: bool = True
+    zygote_may_start: bool = False  # dead, and its back-off is over
+    zygote_has_given_up: bool = False  # then engines start cold
+
+    @property
+    def primary(self) -> EngineView | None:
+        """The engine that holds the role, or is about to give it up or take it."""
+        serving = (_S.PRIMARY, _S.DEMOTING, _S.PROMOTING)
+        return next((e for e in self.engines if e.state in serving), None)
+
+
+@dataclass(frozen=True, slots=True)
+class CutRoute:
+    """Stop every gateway worker from talking to the primary of the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Kill the engine's whole tree and wait for evidence that it can never act again."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """Make the engine primary at this epoch."""
+
+    engine: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublishRoute:
+    """Tell the gateways who serves now."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartEngine:
+    """Fork (or spawn) a new instance."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class AssignStandby:
+    """Give a proven engine the standby role."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class AssignBatch:
+    """Give a proven engine the batch role."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Died young too often: leave it to the operator."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartZygote:
+    """Start the group's zygote again."""
+
+
+RecoveryAction = CutRoute | Fence | Promote | PublishRoute
+Chore = Fence | StartEngine | AssignStandby | AssignBatch | GiveUp | StartZygote
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Ordered recovery, independent chores, and why."""
+
+    recovery: tuple[RecoveryAction, ...]
+    chores: tuple[Chore, ...]
+    sentence: str
+
+
+def decide(snap: GroupSnapshot) -> Decision:
+    """What to do about this group now."""
+    if snap.is_paused:
+        return Decision((), (), "paused by the operator: nothing is started, stopped or promoted")
+    recovery, sentence = _recovery(snap)
+    fenced_by_recovery = {a.engine for a in recovery if isinstance(a, Fence)}
+    chores = tuple(c for c in _chores(snap) if getattr(c, "engine", "") not in fenced_by_recovery)
+    promoted = {a.engine for a in recovery if isinstance(a, Promote)}
+    chores = tuple(c for c in chores if getattr(c, "engine", "") not in promoted)
+    if not sentence:
+        sentence = "; ".join(_describe(c) for c in chores) or "no action"
+    return Decision(recovery, chores, sentence)
+
+
+def _recovery(snap: GroupSnapshot) -> tuple[tuple[RecoveryAction, ...], str]:
+    old = snap.primary
+    candidate = _candidate(snap)
+    if old is not None:
+        if old.verdict not in _BAD:
+            return (), ""
+        if old.verdict is Verdict.HUNG and (snap.is_judging_blocked or candidate is None):
+            # A hung primary without a successor is left alone: killing it cannot help a stream.
+            return (), ""
+        fence: tuple[RecoveryAction, ...] = (CutRoute(), Fence(old.name))
+        if candidate is None:
+            return fence, f"{old.name} is {old.verdict}, there is no standby to promote"
+        promote = Promote(candidate.name, snap.epoch + 1)
+        return (
+            (*fence, promote, PublishRoute()),
+            f"{old.name} is {old.verdict}, promoting {candidate.name}",
+        )
+    if candidate is None or _someone_may_act(snap):
+        return (), ""
+    return (
+        (Promote(candidate.name, snap.epoch + 1), PublishRoute()),
+        f"there is no primary, promoting {candidate.name}",
+    )
+
+
+def _candidate(snap: GroupSnapshot) -> EngineView | None:
+    """The best successor: a proven standby, else a proven engine without a role."""
+    fit = [
+        e
+        for e in snap.engines
+        if not e.is_batch and e.is_proven and e.verdict not in (*_BAD, Verdict.DEGRADED)
+    ]
+    for state in (_S.STANDBY, _S.READY):
+        of_state = [e for e in fit if e.state is state]
+        preferred = [e for e in of_state if e.name == snap.preferred_primary]
+        if of_state:
+            return (preferred or of_state)[0]
+    return None
+
+
+def _someone_may_act(snap: GroupSnapshot) -> bool:
+    """Whether a former primary is not proven dead, or the preferred first one is still coming."""
+    if any(not e.is_batch and e.state in (_S.FENCING, _S.UNKILLABLE) for e in snap.engines):
+        return True
+    if snap.epoch > 0:
+        return False
+    first = next((e for e in snap.engines if e.name == snap.preferred_primary), None)
+    return first is not None and first.state in (_S.ABSENT, _S.STARTING)
+
+
+def _chores(snap: GroupSnapshot) -> list[Chore]:
+    chores: list[Chore] = []
+    if snap.zygote_may_start:
+        chores.append(StartZygote())
+    found = (_chore_for(engine, snap, snap.primary) for engine in snap.engines)
+    chores.extend(chore for chore in found if chore is not None)
+    return chores
+
+
+def _chore_for(engine: EngineView, snap: GroupSnapshot, primary: EngineView | None) -> Chore | None:
+    if engine.state in ALIVE and engine is not primary and _must_go(engine):
+        return Fence(engine.name)
+    if engine.state is _S.STOPPED and engine.has_given_up:
+        return GiveUp(engine.name)
+    if engine.state in (_S.ABSENT, _S.STOPPED):
+        can_start = snap.zygote_is_ready or snap.zygote_has_given_up
+        return StartEngine(engine.name) if engine.may_start and can_start else None
+    if engine.state is _S.READY and engine.is_batch:
+        return AssignBatch(engine.name)
+    if engine.state is _S.READY and primary is not None and primary.state is _S.PRIMARY:
+        return AssignStandby(engine.name)
+    return None
+
+
+def _must_go(engine: EngineView) -> bool:
+    """Dead ones need evidence; hung or wrong ones (never batch frozen by command) are replaced."""
+    if engine.verdict is Verdict.DEAD:
+        return True
+    if engine.state in (_S.FROZEN, _S.STARTING):
+        return False
+    return engine.verdict is Verdict.HUNG or not engine.is_proven
+
+
+def _describe(chore: Chore) -> str:
+    match chore:
+        case Fence(engine):
+            return f"fencing {engine}"
+        case StartEngine(engine):
+            return f"starting {engine}"
+        case AssignStandby(engine):
+            return f"{engine} becomes standby"
+        case AssignBatch(engine):
+            return f"{engine} becomes the batch engine"
+        case GiveUp(engine):
+            return f"{engine} died young too often, giving up"
+        case StartZygote():
+            return "starting the zygote"

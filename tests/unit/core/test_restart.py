@@ -1,0 +1,39 @@
+"""Restart policy: lived long, at once; died young, later and later; too often, never."""
+
+from supervisor.core.restart import FIRST_BACKOFF_S, RestartPolicy, RestartRecord
+
+POLICY = RestartPolicy(stable_after_s=5.0, max_backoff_s=1.0, max_young_deaths=4)
+
+
+def test_one_that_lived_long_comes_back_at_once() -> None:
+    record = RestartRecord().after_death(POLICY, lived_s=60.0, now_s=100.0, was_ours=False)
+    assert record.not_before_s == 100.0
+    assert record.restarts == 1
+
+
+def test_young_deaths_double_the_delay_up_to_the_bound_and_end() -> None:
+    record, delays = RestartRecord(), []
+    for _ in range(4):
+        record = record.after_death(POLICY, lived_s=0.1, now_s=0.0, was_ours=False)
+        delays.append(record.not_before_s)
+    assert delays == [FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S, 1.0, 1.0]
+    assert record.has_given_up
+
+
+def test_a_long_life_clears_the_record() -> None:
+    record = RestartRecord().after_death(POLICY, lived_s=0.1, now_s=0.0, was_ours=False)
+    record = record.after_death(POLICY, lived_s=9.0, now_s=9.0, was_ours=False)
+    assert record.young_deaths == 0
+
+
+def test_deaths_that_we_caused_do_not_count() -> None:
+    record = RestartRecord()
+    for _ in range(10):
+        record = record.after_death(POLICY, lived_s=0.0, now_s=1.0, was_ours=True)
+    assert not record.has_given_up
+    assert record.not_before_s == 1.0
+
+
+def test_an_operators_restart_forgives() -> None:
+    record = RestartRecord(restarts=7, young_deaths=4, has_given_up=True).forgiven()
+    assert record == RestartRecord(restarts=7)
