@@ -19,12 +19,15 @@ Invariants
     3. A cut closes the connection *without* `Cancel`: the slot stays for whoever adopts it.
 """
 
+import math
 from typing import Final
 
 import msgspec
 
 __all__ = [
+    "OVERHEAD_BUCKETS_S",
     "PROTOCOL",
+    "TTFT_BUCKETS_S",
     "VERSION",
     "FirstToken",
     "GatewayLimits",
@@ -39,6 +42,18 @@ __all__ = [
 
 PROTOCOL: Final = "understudy-gateway"
 VERSION: Final = 1
+
+TTFT_BUCKETS_S: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+    math.inf,
+)  # fmt: skip
+"""Upper bounds of `GroupCounters.ttft_buckets`, one count each; the last counts everything."""
+
+OVERHEAD_BUCKETS_S: Final = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 1.0, math.inf,
+)  # fmt: skip
+"""Upper bounds of `GroupCounters.overhead_buckets`: the worker's own share of the time to first
+token (reading, checking, encoding), of requests that neither waited nor were tried again."""
 
 
 class GatewayLimits(msgspec.Struct, frozen=True):
@@ -108,12 +123,15 @@ class FirstToken(msgspec.Struct, frozen=True):
 
 
 class GroupCounters(msgspec.Struct, frozen=True):
-    """Counters of one model id since the worker started."""
+    """Counters of one model id since the worker started.
+
+    `model` is empty for requests that were refused before they named a model that exists.
+    """
 
     model: str
     requests: int = 0
-    streams_open: int = 0
-    parked: int = 0
+    streams_open: int = 0  # now, not since the start
+    parked: int = 0  # now
     resumed_slot: int = 0
     resumed_replay: int = 0
     retried: int = 0
@@ -124,7 +142,7 @@ class GroupCounters(msgspec.Struct, frozen=True):
     refused: dict[str, int] = {}  # by HTTP status
     ttft_buckets: list[int] = []  # cumulative counts for `supervisor.gateway.TTFT_BUCKETS_S`
     ttft_sum_s: float = 0.0
-    overhead_buckets: list[int] = []
+    overhead_buckets: list[int] = []  # cumulative counts for `OVERHEAD_BUCKETS_S`
     overhead_sum_s: float = 0.0
 
 
@@ -138,3 +156,4 @@ class GatewayStatus(msgspec.Struct, frozen=True):
     connections: int
     loop_lag_s: float
     groups: list[GroupCounters] = []
+    draining: bool = False
