@@ -11,13 +11,13 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
+from supervisor.process.identity import read_marker, state_id_of
+from supervisor.process.stat import read_stat
 from supervisor.topology.schema import ListenAddress
 
-__all__ = ["LocalMachine", "Machine", "Memory", "PortState", "is_alive", "start_ticks"]
-
-_INSTANCE: Final = b"UNDERSTUDY_INSTANCE="
+__all__ = ["LocalMachine", "Machine", "Memory", "PortState", "is_alive"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +55,12 @@ class Machine(Protocol):
         """Process id of the supervisor that holds the lock of `state_dir`, if it is alive."""
 
 
-def start_ticks(pid: int) -> int | None:
-    """Start time of a living process in clock ticks since boot (proc(5), field 22).
-
-    None when there is no such process, or only its zombie.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    fields = stat[stat.rfind(b")") + 2 :].split()
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def is_alive(pid: int, ticks: int | None) -> bool:
-    """Whether the process that had `pid` when it started at `ticks` still runs."""
-    now = start_ticks(pid)
-    return now is not None and ticks in (None, now)
+def is_alive(pid: int, start_ticks: int | None = None) -> bool:
+    """Whether the process that had `pid` since `start_ticks` still runs; a zombie does not."""
+    stat = read_stat(pid)
+    if stat is None or stat.state in ("Z", "X"):
+        return False
+    return start_ticks in (None, stat.start_ticks)
 
 
 class LocalMachine:
@@ -111,14 +100,12 @@ class LocalMachine:
         """Find the listener's processes and look for our lock or our instance marker.
 
         A gateway worker that outlived its supervisor still holds the port, and is adopted at the
-        next start: its marker names an instance whose socket lies in `state_dir/run`.
+        next start: its marker names our state directory.
         """
-        inodes = set(_listening_inodes(address.port))
-        supervisor = self.running_pid(state_dir)
-        for pid in _pids_with_sockets(inodes):
-            instance = _instance(pid)
-            has_socket = instance and (state_dir / "run" / f"{instance}.sock").exists()
-            if pid == supervisor or has_socket:
+        supervisor, state_id = self.running_pid(state_dir), state_id_of(state_dir)
+        for pid in _pids_with_sockets(set(_listening_inodes(address.port))):
+            marker = read_marker(pid)
+            if pid == supervisor or (marker is not None and marker.state_id == state_id):
                 return True
         return False
 
@@ -188,14 +175,3 @@ def _pids_with_sockets(inodes: set[str]) -> Iterator[int]:
         with contextlib.suppress(OSError):  # gone meanwhile, or another user's
             if any(str(fd.readlink()) in wanted for fd in (process / "fd").iterdir()):
                 yield int(process.name)
-
-
-def _instance(pid: int) -> str:
-    """The instance marker in a process's environment, or nothing."""
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return ""
-    markers = (entry[len(_INSTANCE) :] for entry in environment if entry.startswith(_INSTANCE))
-    name = next(markers, b"").decode("utf-8", "replace")
-    return name if name and "/" not in name else ""
