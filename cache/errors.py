@@ -105,3 +105,69 @@ class DeadlineExceededError(UnderstudyError):
     def __init__(self, what: str, *, timeout_s: float) -> None:
         super().__init__(f"{what} did not happen within {timeout_s:g} s")
         self.timeout_s = timeout_s
+
+
+class CacheError(UnderstudyError):
+    """Base of the weight cache's own errors."""
+
+    code = "cache"
+
+
+class BackendNotBuiltError(CacheError):
+    """The topology names a device for which this release has no arena backend."""
+
+    code = "backend_not_built"
+    exit_code = 2
+
+    def __init__(self, device: str) -> None:
+        super().__init__(
+            f"no arena backend for device {device!r} in this release",
+            hint="use device cpu",
+            details={"device": device},
+        )
+
+
+class ArenaMemoryError(CacheError):
+    """Memory for an arena could not be taken: not enough of it, or a limit was reached."""
+
+    code = "out_of_memory"
+
+    def __init__(self, purpose: str, wanted_bytes: int, reason: str) -> None:
+        super().__init__(
+            f"cannot take {wanted_bytes} bytes for {purpose}: {reason}",
+            hint="free memory or raise the limit (cgroup memory.max, RLIMIT_FSIZE, RLIMIT_NOFILE)",
+            details={"purpose": purpose, "wanted_bytes": wanted_bytes},
+        )
+
+
+class MappingError(CacheError):
+    """The kernel refused to map, unmap or protect shared memory."""
+
+    code = "mapping"
+
+
+class SealError(CacheError):
+    """A shared memory file does not carry the seals that make it safe to map."""
+
+    code = "seals"
+
+
+class SlotTableError(CacheError):
+    """The slot table is not one of ours, is damaged, or was used against its rules."""
+
+    code = "slot_table"
+
+
+class StaleEpochError(CacheError):
+    """A writer tried to claim shared memory with an epoch below one already seen."""
+
+    code = "stale_epoch"
+    exit_code = 4
+    http_status = 409
+
+    def __init__(self, *, ours: int, seen: int) -> None:
+        super().__init__(
+            f"epoch {ours} is older than epoch {seen}, which has already written here",
+            hint="this process was replaced; it must not serve",
+            details={"epoch": ours, "seen": seen},
+        )
