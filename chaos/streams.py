@@ -1,4 +1,4 @@
-"""Many streaming requests at once, each chunk with the moment it arrived, exactly as a client saw them.
+"""Many streaming requests at once: each chunk with the moment it arrived, as a client saw it.
 
 A fleet runs in a thread of its own with its own event loop, so that a script can kill processes
 in the middle. Two transports: `sse` reads the bytes and parses them afterwards (the load must
