@@ -50,6 +50,7 @@ from supervisor.process import (
     signal_process,
     spawn,
 )
+from supervisor.process.stat import is_dead
 
 pytestmark = pytest.mark.integration
 
@@ -189,15 +190,20 @@ async def eventually(condition: Callable[[], bool], what: str) -> None:
 
 def is_running(pid: int) -> bool:
     found = read_stat(pid)
-    return found is not None and found.state not in {"Z", "X"}
+    return found is not None and not is_dead(found.flags)
 
 
 def is_readable(fd: int) -> bool:
     return bool(select.select([fd], [], [], 0)[0])
 
 
-def open_descriptors() -> set[str]:
-    return {entry.name for entry in Path("/proc/self/fd").iterdir() if entry.exists()}
+def descriptors_of(pid: int) -> set[int]:
+    return {int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+
+
+def open_descriptors() -> set[int]:
+    """Ours, without the one that lists them."""
+    return {fd for fd in descriptors_of(os.getpid()) if Path(f"/proc/self/fd/{fd}").exists()}
 
 
 # --- spawn ------------------------------------------------------------------------------------
@@ -212,8 +218,7 @@ def test_a_child_gets_a_log_a_session_a_marker_no_core_and_no_foreign_descriptor
         child, _ = stage.start("print('to the log', flush=True)")
         pid = child.process.pid
 
-        fds = {int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()}
-        assert fds == {0, 1, 2}
+        wait_until(lambda: descriptors_of(pid) == {0, 1, 2}, "three descriptors, the pipe closed")
         assert Path(f"/proc/{pid}/fd/0").readlink() == Path("/dev/null")
         assert Path(f"/proc/{pid}/fd/1").readlink() == stage.log_path
     finally:
