@@ -1,0 +1,65 @@
+"""The attention function that `transformers` calls in every layer, over slots of a KV memory.
+
+Registered under `NAME`; the model code of the library stays as it is. Everything a step needs
+(where to write, what to attend to, the mask) is built once before the step and travels to the
+layers as a keyword argument, so a layer does two writes and one attention call.
+
+WARNING: bits depend on the kernel. `scaled_dot_product_attention` on the CPU is proven at start
+(`selfcheck`) for one thread; changing the call, the mask's dtype or the layout needs that proof.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+from transformers import AttentionInterface
+
+from engines.native.kv import KvMemoryView
+
+__all__ = ["NAME", "StepInputs", "register"]
+
+NAME: Final = "understudy_slots"
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the layers of one step share."""
+
+    kv: KvMemoryView
+    rows: torch.Tensor  # [layers, 2, written rows]
+    first_slot: int
+    slots: int  # attended: all of them in decode, one in prefill
+    attended_tokens: int
+    mask: torch.Tensor  # [slots or 1, 1, queries, attended_tokens]: 0 or -inf
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the library's signature
+    scaling: float,
+    dropout: float = 0.0,  # noqa: ARG001 - the library's signature
+    *,
+    understudy_step: StepInputs,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the new keys and values, attend. `[batch, heads, tokens, head_dim]` in and out."""
+    step = understudy_step
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    flat, head_dim = step.kv.flat, key.shape[-1]
+    flat.index_copy_(0, step.rows[layer, 0], key.reshape(-1, head_dim))
+    flat.index_copy_(0, step.rows[layer, 1], value.reshape(-1, head_dim))
+    memory = step.kv.slots[layer].narrow(1, step.first_slot, step.slots)
+    memory = memory.narrow(3, 0, step.attended_tokens)
+    out = F.scaled_dot_product_attention(
+        query, memory[0], memory[1], attn_mask=step.mask, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2), None
+
+
+def register() -> None:
+    """Make the function known to the library; idempotent."""
+    AttentionInterface.register(NAME, slot_attention)

@@ -1,0 +1,136 @@
+"""What can go wrong in the native engine, by what the reader should do about it.
+
+Start-up errors become one line on stderr and exit status 1; request errors become a
+`GenerateError` frame; control errors travel as `ErrorBody`.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from cache.errors import UnderstudyError
+
+__all__ = [
+    "ContextLengthExceededError",
+    "EngineError",
+    "InvalidRequestError",
+    "LeftOnMetaError",
+    "MissingTensorError",
+    "NotReadyError",
+    "QueueFullError",
+    "RequestRefusedError",
+    "RoleNotPossibleError",
+    "StaleEpochError",
+    "ThreadsNotPinnedError",
+    "UnsupportedModelError",
+]
+
+
+class EngineError(UnderstudyError):
+    """Base of the native engine's own errors."""
+
+    code = "engine"
+
+
+class UnsupportedModelError(EngineError):
+    """The native engine cannot run this model exactly, so it does not run it at all."""
+
+    code = "unsupported_model"
+
+
+class MissingTensorError(EngineError):
+    """The arena and the model class disagree about a tensor."""
+
+    code = "missing_tensor"
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(
+            f"tensor {name}: {problem}",
+            hint="the checkpoint does not fit the architecture that its config.json names",
+        )
+
+
+class LeftOnMetaError(EngineError):
+    """Something in the model has no memory; it would fail at the first step, or worse, later."""
+
+    code = "left_on_meta"
+
+    def __init__(self, names: Sequence[str]) -> None:
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        super().__init__(
+            f"no memory behind {shown}",
+            hint="the weight arena lacks these tensors: load the checkpoint again",
+        )
+
+
+class ThreadsNotPinnedError(EngineError):
+    """The environment would start more than one compute thread."""
+
+    code = "threads_not_pinned"
+
+    def __init__(self, missing: Sequence[str]) -> None:
+        super().__init__(
+            f"the environment does not set {', '.join(missing)}",
+            hint="these must be set before the process starts: bits depend on one thread",
+        )
+
+
+class NotReadyError(EngineError):
+    """The engine is still starting, or has failed."""
+
+    code = "not_ready"
+
+
+class StaleEpochError(EngineError):
+    """Someone who does not know about a later promotion gives orders."""
+
+    code = "stale_epoch"
+    http_status = 409
+
+    def __init__(self, *, ours: int, theirs: int) -> None:
+        super().__init__(
+            f"epoch {theirs} is older than this engine's epoch {ours}",
+            hint="ask the supervisor who is primary",
+        )
+
+
+class RoleNotPossibleError(EngineError):
+    """This engine cannot take that role from the one it has."""
+
+    code = "role_not_possible"
+    http_status = 412
+
+
+class RequestRefusedError(EngineError):
+    """A request is refused before it costs anything; `http_status` is for the client."""
+
+    code: ClassVar[str] = "invalid_request"
+    http_status: ClassVar[int] = 400
+
+
+class InvalidRequestError(RequestRefusedError):
+    """The request cannot be understood or rendered."""
+
+
+class ContextLengthExceededError(RequestRefusedError):
+    """Prompt and output together do not fit a slot."""
+
+    code = "context_length_exceeded"
+
+    def __init__(
+        self, *, prompt_tokens: int | str, wanted_tokens: int, max_length_tokens: int
+    ) -> None:
+        super().__init__(
+            f"this model's maximum context length is {max_length_tokens} tokens; the request has "
+            f"{prompt_tokens} prompt tokens and asks for {wanted_tokens} more",
+            hint="shorten the prompt or lower max_tokens",
+        )
+
+
+class QueueFullError(RequestRefusedError):
+    """Too many requests wait for a slot."""
+
+    code = "queue_full"
+    http_status = 429
+
+    def __init__(self, *, queued: int) -> None:
+        super().__init__(f"{queued} requests are waiting already", hint="try again shortly")
