@@ -93,7 +93,11 @@ class ProcessHandle:
         return self._probe.evidence
 
     def report_exit(self, exit_status: int) -> None:
-        """Take the status that the zygote reported for its fork. Our own `waitid` goes first."""
+        """Take what the zygote reported for its fork: an exit code, or the negative signal.
+
+        A raw wait status goes through `os.waitstatus_to_exitcode` before. What our own `waitid`
+        found (after the zygote died, we are the parent) is kept.
+        """
         if self._status is None:
             self._status = exit_status
 
