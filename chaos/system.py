@@ -274,15 +274,23 @@ class RunningSystem:
             raise UnderstudyError(f"no process has the role {role} now")
         return read_process_id(pid)
 
-    def signal(self, role: str, sig: signal.Signals = signal.SIGKILL) -> tuple[ProcessId, int]:
+    def kill(self, role: str, sig: signal.Signals = signal.SIGKILL) -> tuple[ProcessId, int]:
         """Signal the process of a role; its identity, and the moment in monotonic nanoseconds."""
         victim = self.process(role)
         if victim.pid != self.supervisor.pid and victim not in self._own_processes():
             raise UnderstudyError(f"{victim} does not carry this system's marker; not signalled")
+        return victim, self.kill_process(victim, sig)
+
+    def kill_process(self, victim: ProcessId, sig: signal.Signals = signal.SIGKILL) -> int:
+        """Signal a process that `process` named earlier; the moment in monotonic nanoseconds.
+
+        Raises:
+            UnderstudyError: it was gone already.
+        """
         moment_ns = time.monotonic_ns()
         if not signal_process(victim, sig):
-            raise UnderstudyError(f"{victim} ({role}) was gone before the signal")
-        return victim, moment_ns
+            raise UnderstudyError(f"{victim} was gone before the signal")
+        return moment_ns
 
     def take_inventory(self) -> Inventory:
         """Remember what the system owns, for the check at the end; grows with each call."""

@@ -1,0 +1,81 @@
+"""One round of a fault under streams, and the figures of many rounds.
+
+A round is always the same sentence: the group is redundant, streams run, something happens in
+the middle, every text must be the one of an undisturbed run.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from chaos.judge import Interruption, Spread, check_streams, interruptions, reference_texts
+from chaos.streams import StreamFleet, StreamRequest, Transport, make_requests
+from chaos.system import RunningSystem
+
+STREAMS = 16
+STREAM_TOKENS = 300
+
+
+@dataclass(slots=True)
+class Load:
+    """Requests with the texts that they must give."""
+
+    requests: list[StreamRequest]
+    texts: dict[str, str]
+
+    @classmethod
+    def of(
+        cls, system: RunningSystem, *, streams: int = STREAMS, tokens: int = STREAM_TOKENS
+    ) -> "Load":
+        """The reference run: no fault, another order of arrival."""
+        requests = make_requests(streams, max_tokens=tokens)
+        return cls(requests, reference_texts(system.base_url, requests))
+
+    def under_fault(
+        self,
+        system: RunningSystem,
+        fault: Callable[[], int],
+        *,
+        after_tokens: int,
+        transport: Transport = "sse",
+    ) -> list[Interruption]:
+        """Run the streams, let `fault` (which returns its moment) happen, and check every text."""
+        with StreamFleet(system.base_url, self.requests, transport=transport) as fleet:
+            fleet.wait_tokens(after_tokens)
+            moment_ns = fault()
+            records = fleet.wait_done()
+        check_streams(records, self.texts)
+        felt = interruptions(records, moment_ns)
+        assert felt, "no stream was under way at the fault, so this round proves nothing"
+        return felt
+
+
+@dataclass(slots=True)
+class Figures:
+    """What the rounds of one module measured; printed and written at its end."""
+
+    name: str
+    rounds: list[list[Interruption]] = field(default_factory=list)
+
+    def add(self, felt: Sequence[Interruption]) -> None:
+        """Take one round."""
+        self.rounds.append(list(felt))
+
+    def summary(self) -> dict[str, object]:
+        """Spread over all streams of all rounds, in milliseconds."""
+        felt = [one for round_ in self.rounds for one in round_]
+        return {
+            "name": self.name,
+            "rounds": len(self.rounds),
+            "next_token_ms": asdict(Spread.of([one.next_token_ms for one in felt])),
+            "gap_ms": asdict(Spread.of([one.gap_ms for one in felt])),
+        }
+
+    def write(self, directory: Path) -> str:
+        """Write the JSON file; the text to print."""
+        text = json.dumps(self.summary())
+        rounds = [[asdict(one) for one in round_] for round_ in self.rounds]
+        whole = json.dumps({**self.summary(), "samples": rounds}, indent=1)
+        (directory / f"{self.name}.json").write_text(whole, "utf-8")
+        return text
