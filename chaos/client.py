@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
-from urllib.parse import urlencode
 
 import msgspec
 
@@ -87,16 +86,20 @@ class GroupView(msgspec.Struct, frozen=True):
     engines: list[EngineView] = []
 
     def engine(self, role: str) -> EngineView | None:
-        """The first living engine of a role."""
-        return next((e for e in self.engines if e.role == role and e.pid), None)
+        """The living engine that is primary, standby or batch now; None when there is none."""
+        if role == "primary":
+            meant = [e for e in self.engines if e.name == self.primary]
+        elif role == "standby":
+            meant = [e for e in self.engines if e.name in self.standby]
+        else:
+            meant = [e for e in self.engines if e.role == role]
+        return next((engine for engine in meant if engine.pid), None)
 
     @property
     def is_redundant(self) -> bool:
         """Whether a verified standby waits behind a serving primary."""
-        standby = self.engine("standby")
-        return bool(self.primary and self.standby) and (
-            standby is not None and standby.state == "standby"
-        )
+        primary, standby = self.engine("primary"), self.engine("standby")
+        return primary is not None and standby is not None and standby.state == "standby"
 
 
 class StatusView(msgspec.Struct, frozen=True):
@@ -167,7 +170,9 @@ class AdminClient:
     def __init__(self, state_dir: Path) -> None:
         self._path = state_dir / SOCKET_NAME
 
-    def request(self, method: str, path: str, *, timeout_s: float = 10.0) -> AdminReply:
+    def request(
+        self, method: str, path: str, body: object = None, *, timeout_s: float = 10.0
+    ) -> AdminReply:
         """Send one request.
 
         Raises:
@@ -175,8 +180,8 @@ class AdminClient:
         """
         connection = _UnixConnection(self._path, timeout_s=timeout_s)
         try:
-            body = b"{}" if method == "POST" else None
-            connection.request(method, path, body, {"Content-Type": "application/json"})
+            payload = json.dumps(body).encode() if body is not None else None
+            connection.request(method, path, payload, {"Content-Type": "application/json"})
             response = connection.getresponse()
             raw = response.read()
             kind = response.headers.get_content_type()
@@ -195,14 +200,17 @@ class AdminClient:
         """
         return self._checked("GET", path)
 
-    def post(self, path: str, *, timeout_s: float = 10.0, **query: str) -> OperationView:
+    def post(
+        self, path: str, *, dry_run: bool = False, timeout_s: float = 10.0, **body: object
+    ) -> OperationView:
         """Carry out a command and return its operation.
 
         Raises:
             AdminRequestError: any status but 2xx.
         """
-        target = f"{path}?{urlencode(query)}" if query else path
-        return msgspec.convert(self._checked("POST", target, timeout_s=timeout_s), OperationView)
+        target = f"{path}?dry_run=true" if dry_run else path
+        answer = self._checked("POST", target, body, timeout_s=timeout_s)
+        return msgspec.convert(answer, OperationView)
 
     def status(self) -> StatusView:
         """The system as the supervisor sees it now."""
@@ -225,8 +233,10 @@ class AdminClient:
         except OSError:
             return False
 
-    def _checked(self, method: str, path: str, *, timeout_s: float = 10.0) -> object:
-        reply = self.request(method, path, timeout_s=timeout_s)
+    def _checked(
+        self, method: str, path: str, body: object = None, *, timeout_s: float = 10.0
+    ) -> object:
+        reply = self.request(method, path, body, timeout_s=timeout_s)
         if not 200 <= reply.status < 300:
             raise AdminRequestError(method, path, reply.status, reply.body)
         return reply.body

@@ -168,6 +168,14 @@ class RunningSystem:
             self.topology.write_text(text, "utf-8")
         self.admin = AdminClient(self.state_dir)
         self.inventory: Inventory | None = None
+        # Its own list of running supervisors: an operator's is none of its business.
+        self._environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "UNDERSTUDY_REGISTRY": str(directory / "registry"),
+            **self.options.extra_environment,
+        }
         self._supervisors: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -199,17 +207,11 @@ class RunningSystem:
 
     def spawn_supervisor(self) -> subprocess.Popen[bytes]:
         """Start `supervisor run`; also beside the children of one that died, which it adopts."""
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-            **self.options.extra_environment,
-        }
         with self.output_path.open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "supervisor", "run", str(self.topology)],
                 cwd=ROOT,
-                env=environment,
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -317,9 +319,13 @@ class RunningSystem:
             DeadlineExceededError: it did not end in time.
         """
         command = [sys.executable, "-m", "supervisor", "stop", str(self.topology)]
-        environment = {**os.environ, **self.options.extra_environment}
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, timeout=timeout_s, check=False
+            command,
+            cwd=ROOT,
+            env=self._environment,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
         )
         if done.returncode != 0:
             text = (done.stdout + done.stderr).decode(errors="replace").strip()

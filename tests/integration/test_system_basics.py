@@ -183,7 +183,7 @@ def test_the_status_says_who_serves_and_who_stands_by(system: RunningSystem) -> 
 def test_a_wrong_epoch_is_a_conflict_and_changes_nothing(system: RunningSystem) -> None:
     before = system.wait_redundant().group
     with pytest.raises(AdminRequestError) as caught:
-        system.admin.post("/v1/promote", expected_epoch=str(before.epoch + 7))
+        system.admin.post("/v1/promote", expected_epoch=before.epoch + 7)
     assert caught.value.status == 409
     after = system.admin.status().group
     assert (after.epoch, after.primary) == (before.epoch, before.primary)

@@ -26,7 +26,7 @@ def view(system: RunningSystem) -> EngineView:
 def wait_serving(system: RunningSystem) -> EngineView:
     def probe() -> EngineView | None:
         engine = view(system)
-        return engine if engine.state == "serving" and engine.pid else None
+        return engine if engine.state == "batch" and engine.pid else None
 
     return wait_until(probe, "the batch engine to serve", timeout_s=60)
 
@@ -52,7 +52,7 @@ def test_evicted_it_is_gone_and_resumed_it_answers_as_before(
 
     def evict() -> int:
         moment_ns = time.monotonic_ns()
-        operation = system.admin.post(f"/v1/evict/{ENGINE}", hold="true", timeout_s=20)
+        operation = system.admin.post(f"/v1/evict/{ENGINE}", hold=True, timeout_s=20)
         assert operation.state == "done", operation.text
         return moment_ns
 

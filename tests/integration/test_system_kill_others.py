@@ -30,7 +30,7 @@ def pids(system: RunningSystem, *roles: str) -> list[int]:
 
 def replaced(system: RunningSystem, role: str, old_pid: int) -> Callable[[], int | None]:
     """Whether another process has the role and, for engines, serves in it."""
-    good_states = {"standby": "standby", "batch": "serving", "primary": "serving"}
+    good_states = {"standby": "standby", "batch": "batch", "primary": "primary"}
 
     def probe() -> int | None:
         status = system.status()

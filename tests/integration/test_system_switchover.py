@@ -38,7 +38,7 @@ def test_roles_change_hands_and_the_streams_go_on_exactly(
 
 def test_a_dry_run_changes_nothing(system: RunningSystem) -> None:
     before = system.wait_redundant().group
-    operation = system.admin.post("/v1/promote", dry_run="true")
+    operation = system.admin.post("/v1/promote", dry_run=True)
     after = system.admin.status().group
     assert operation.state == "planned"
     assert (after.epoch, after.primary) == (before.epoch, before.primary)
