@@ -14,7 +14,11 @@ from supervisor.errors import UnderstudyError
 __all__ = ["VERBS", "build_app", "run_command_line"]
 
 VERBS: Final = (
-    "check", "version",
+    "run", "check", "plan", "stop",
+    "status", "promote", "failover",
+    "evict", "resume", "freeze", "thaw",
+    "pause", "unpause", "restart", "ack",
+    "history", "events", "logs", "version",
 )  # fmt: skip
 """In the order of the help page; each is a module of this package with a function `command`."""
 

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 def command(file: FileArgument, output: OutputOption = Output.TEXT) -> None:
-    """Say everything that is wrong with FILE, or keeps it from running on this machine.
+    """Say everything that is wrong with FILE.
 
-    Changes nothing. Each error is a line FILE:LINE: what is wrong; what to write instead.
+    Also what keeps it from running on this machine. Changes nothing. Each error is one line
+    FILE:LINE: what is wrong; what to write instead.
     """
     from supervisor.topology import Severity, check
 
