@@ -18,7 +18,16 @@ from pydantic.fields import FieldInfo
 from supervisor.topology import schema
 from supervisor.topology.findings import Place
 
-__all__ = ["Items", "Leaf", "Section", "Shape", "shape_at", "topology_shape", "write_default"]
+__all__ = [
+    "Items",
+    "Leaf",
+    "Section",
+    "Shape",
+    "sections",
+    "shape_at",
+    "topology_shape",
+    "write_default",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +78,23 @@ def shape_at(place: Place) -> Shape | None:
             case _:
                 return None
     return shape
+
+
+def sections() -> list[tuple[str, Section]]:
+    """Every mapping of the file with the path of its keys, such as `groups[].kv`."""
+    found: list[tuple[str, Section]] = []
+
+    def walk(shape: Shape, path: str) -> None:
+        match shape:
+            case Section(keys=keys):
+                found.append((path, shape))
+                for key, inner in keys.items():
+                    walk(inner, f"{path}.{key}" if path else key)
+            case Items(item=item):
+                walk(item, f"{path}[]")
+
+    walk(topology_shape(), "")
+    return found
 
 
 def write_default(field: FieldInfo) -> str:
