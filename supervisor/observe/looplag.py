@@ -58,9 +58,9 @@ class LoopLag:
     def max_lag_s(self) -> float:
         """The largest lag of the last minute, one that is under way included."""
         now_ns = self._clock_ns()
-        self._forget(now_ns)
-        peak_ns = self._peaks[0][1] if self._peaks else 0
-        return max(peak_ns, self._overdue_ns(now_ns)) / 1e9
+        # A copy, and nothing is changed: the scrape reads this in another thread.
+        recent = [lag for when, lag in tuple(self._peaks) if now_ns - when <= _WINDOW_S * 1e9]
+        return max(*recent, self._overdue_ns(now_ns), 0) / 1e9
 
     def stalled_since(self, ns: int) -> bool:
         """Whether the loop was stalled at any time after `ns` (CLOCK_MONOTONIC).
