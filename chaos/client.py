@@ -27,6 +27,7 @@ __all__ = [
     "GroupView",
     "OperationView",
     "ProcessView",
+    "ProgressView",
     "StatusView",
     "wait_until",
 ]
@@ -51,6 +52,13 @@ class GatewayView(msgspec.Struct, frozen=True):
     state: str = ""
 
 
+class ProgressView(msgspec.Struct, frozen=True):
+    """How far loading is."""
+
+    bytes_done: int = 0
+    bytes_total: int = 0
+
+
 class CacheView(msgspec.Struct, frozen=True):
     """The weight cache of one device."""
 
@@ -59,6 +67,7 @@ class CacheView(msgspec.Struct, frozen=True):
     state: str = ""
     weights_bytes: int = 0
     kv_bytes: int = 0
+    progress: ProgressView | None = None
 
 
 class EngineView(msgspec.Struct, frozen=True):
@@ -215,6 +224,12 @@ class AdminClient:
     def status(self) -> StatusView:
         """The system as the supervisor sees it now."""
         return msgspec.convert(self.get("/v1/status"), StatusView)
+
+    def history(self) -> list[OperationView]:
+        """Recent operations, oldest first."""
+        answer = self.get("/v1/history")
+        listed = answer.get("operations", []) if isinstance(answer, dict) else answer
+        return msgspec.convert(listed, list[OperationView])
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample, or the sum of those that match the labels; 0 when absent."""

@@ -31,11 +31,13 @@ from supervisor.process.identity import ProcessId, read_process_id, signal_proce
 
 __all__ = [
     "DEMO_MODEL",
+    "ROOT",
     "LeftBehindError",
     "RunningSystem",
     "StartError",
     "SystemOptions",
     "free_ports",
+    "is_port_free",
     "topology_text",
 ]
 
@@ -94,6 +96,17 @@ def free_ports(count: int) -> tuple[int, ...]:
         for sock in sockets:
             sock.bind(("127.0.0.1", 0))
         return tuple(sock.getsockname()[1] for sock in sockets)
+
+
+def is_port_free(port: int) -> bool:
+    """Whether a loopback port can be bound now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def topology_text(
@@ -206,7 +219,17 @@ class RunningSystem:
         self.close(check=error is None)
 
     def spawn_supervisor(self) -> subprocess.Popen[bytes]:
-        """Start `supervisor run`; also beside the children of one that died, which it adopts."""
+        """Start `supervisor run`; also beside the children of one that died, which it adopts.
+
+        Raises:
+            UnderstudyError: the state directory belongs to a system that somebody else runs.
+        """
+        if not self._supervisors and (others := self.own_processes()):
+            # `close` kills what carries this marker: it must never be another's.
+            raise UnderstudyError(
+                f"processes of {self.state_dir} run already: {', '.join(map(str, others))}",
+                hint=f"stop them with 'supervisor stop {self.topology}'",
+            )
         with self.output_path.open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "supervisor", "run", str(self.topology)],
@@ -279,7 +302,7 @@ class RunningSystem:
     def kill(self, role: str, sig: signal.Signals = signal.SIGKILL) -> tuple[ProcessId, int]:
         """Signal the process of a role; its identity, and the moment in monotonic nanoseconds."""
         victim = self.process(role)
-        if victim.pid != self.supervisor.pid and victim not in self._own_processes():
+        if victim.pid != self.supervisor.pid and victim not in self.own_processes():
             raise UnderstudyError(f"{victim} does not carry this system's marker; not signalled")
         return victim, self.kill_process(victim, sig)
 
@@ -375,13 +398,22 @@ class RunningSystem:
         paths.append(self.state_dir / "events.jsonl")
         return {path.name: _tail(path) for path in paths if path.is_file()}
 
-    def _is_ready(self) -> bool:
+    def require_alive(self) -> None:
+        """Fail at once when the supervisor has ended.
+
+        Raises:
+            StartError: with the end of its output.
+        """
         code = self.supervisor.poll()
         if code is not None:
             raise StartError(code, _tail(self.output_path))
+
+    def _is_ready(self) -> bool:
+        self.require_alive()
         return self.admin.is_ready()
 
-    def _own_processes(self) -> list[ProcessId]:
+    def own_processes(self) -> list[ProcessId]:
+        """Every live process that carries this system's marker."""
         return [process for process, _instance in marked_processes(self.state_dir)]
 
     def _kill_rest(self) -> None:
@@ -390,8 +422,10 @@ class RunningSystem:
             if popen.poll() is None:
                 popen.kill()
             popen.wait(timeout=_STOP_TIMEOUT_S)
+        if not self._supervisors:
+            return  # nothing was started, so nothing here is ours
         deadline = time.monotonic() + _SETTLE_TIMEOUT_S
-        while (alive := self._own_processes()) and time.monotonic() < deadline:
+        while (alive := self.own_processes()) and time.monotonic() < deadline:
             for process in alive:
                 signal_process(process, signal.SIGKILL)
             time.sleep(0.05)

@@ -1,6 +1,5 @@
 """A running system as its clients see it, and its memory as the kernel sees it."""
 
-import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +10,12 @@ import pytest
 from chaos.client import AdminRequestError
 from chaos.judge import check_streams, reference_texts
 from chaos.leftovers import Inode, marked_processes, memory_of
+from chaos.memory import WEIGHTS, mapped_memory
 from chaos.streams import StreamFleet, make_requests
 from chaos.system import RunningSystem, SystemOptions
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionUserMessageParam
-
-WEIGHTS = "understudy-weights"
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +34,6 @@ def engine_pids(system: RunningSystem) -> list[int]:
 
 def weights_of(pid: int) -> frozenset[Inode]:
     return frozenset(inode for inode in memory_of(pid) if inode.name == WEIGHTS)
-
-
-def smaps_kib(pid: int, field: str) -> int:
-    """Sum of one field over the weight mappings of a process."""
-    total, inside = 0, False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            inside = WEIGHTS in line
-        elif inside and line.startswith(f"{field}:"):
-            total += int(line.split()[1])
-    return total
 
 
 def test_a_completion_answers_with_text_and_usage(client: openai.OpenAI) -> None:
@@ -143,12 +130,12 @@ def test_three_engines_hold_one_copy_of_the_weights(system: RunningSystem) -> No
     held = [weights_of(pid) for pid in pids]
     assert held[0]
     assert held[0] == held[1] == held[2]
-    size_kib = system.admin.status().group.cache[0].weights_bytes / 1024
-    assert size_kib > 1024
+    size_bytes = system.admin.status().group.cache[0].weights_bytes
+    assert size_bytes > 1 << 20
     owners = [process.pid for process, _ in marked_processes(system.state_dir)]
-    shares_kib = sum(smaps_kib(pid, "Pss") for pid in owners if weights_of(pid))
-    assert shares_kib <= size_kib * 1.05 + 8
-    assert all(smaps_kib(pid, "Private_Dirty") == 0 for pid in pids)
+    shares_bytes = sum(mapped_memory(pid).pss_bytes for pid in owners)
+    assert 0 < shares_bytes <= size_bytes * 1.05 + 8192
+    assert all(mapped_memory(pid).private_dirty_bytes == 0 for pid in pids)
 
 
 def test_weights_cannot_be_written_from_outside_either(system: RunningSystem) -> None:
