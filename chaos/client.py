@@ -67,6 +67,9 @@ class CacheView(msgspec.Struct, frozen=True):
     state: str = ""
     weights_bytes: int = 0
     kv_bytes: int = 0
+    loads: int = 0  # from disk, by this daemon
+    donations: int = 0  # memory handed on from a daemon that died
+    load_s: float | None = None
     progress: ProgressView | None = None
 
 

@@ -124,6 +124,10 @@ def watch_loading(system: RunningSystem) -> None:
             return cache.state == "serving"
 
         wait_until(look, "the weights in memory", timeout_s=120)
+    cache = system.admin.status().group.cache[0]
+    if cache.load_s is not None:
+        rate = mib(round(cache.weights_bytes / max(cache.load_s, 1e-6)))
+        out.print(f"  {mib(cache.weights_bytes)} read in {cache.load_s * 1000:.0f} ms, {rate}/s")
 
 
 def show_one_copy(system: RunningSystem) -> None:

@@ -5,12 +5,9 @@ import threading
 import time
 from collections.abc import Callable
 
-import msgspec
 import pytest
 
-from cache.protocol import PROTOCOL, VERSION, CacheStatus
-from cache.wire import Connection
-from chaos.client import EngineView, wait_until
+from chaos.client import CacheView, EngineView, wait_until
 from chaos.leftovers import memory_of
 from chaos.streams import StreamFleet, make_requests
 from chaos.system import RunningSystem, SystemOptions
@@ -52,22 +49,8 @@ def replaced(system: RunningSystem, role: str, old_pid: int) -> Callable[[], int
     return probe
 
 
-def cache_status(system: RunningSystem) -> CacheStatus:
-    """What the daemon says of itself at its stable socket."""
-    connection = Connection.open(system.state_dir / "run" / "cache-chat.sock", timeout_s=5)
-    try:
-        hello = {
-            "protocol": PROTOCOL,
-            "version": VERSION,
-            "instance": "test",
-            "role": "observer",
-            "epoch": 0,
-        }
-        connection.call("hello", hello, timeout_s=5)
-        raw, _ = connection.call("status", timeout_s=5)
-        return msgspec.json.decode(raw, type=CacheStatus)
-    finally:
-        connection.close()
+def cache_view(system: RunningSystem) -> CacheView:
+    return system.admin.status().group.cache[0]
 
 
 @pytest.mark.parametrize("role", ["standby", "batch", "zygote"])
@@ -105,14 +88,14 @@ def test_a_killed_cache_daemon_serves_the_same_memory_again_without_the_disk(
     load.under_fault(system, lambda: system.kill("cache")[1], after_tokens=30)
 
     wait_until(replaced(system, "cache", daemon.pid), "a new cache daemon", timeout_s=RESTORED_S)
-    wait_until(lambda: cache_status(system).state == "serving", "the daemon to serve", timeout_s=30)
+    wait_until(lambda: cache_view(system).state == "serving", "the daemon to serve", timeout_s=30)
     assert pids(system, "primary", "standby", "batch") == engines
 
     standby, _ = system.kill("standby")
     new_pid = wait_until(
         replaced(system, "standby", standby.pid), "a new standby", timeout_s=RESTORED_S
     )
-    status = cache_status(system)
+    status = cache_view(system)
     assert status.loads == 0, "the restarted daemon read the disk"
     assert status.donations >= 1
     assert {i for i in memory_of(new_pid) if i.name == "understudy-weights"} == weights
