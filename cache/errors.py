@@ -11,12 +11,34 @@ from typing import Any, ClassVar
 import msgspec
 
 __all__ = [
+    "ArenaMemoryError",
+    "BackendNotBuiltError",
+    "CacheBusyError",
+    "CacheError",
+    "CacheFencedError",
+    "CacheInUseError",
+    "CacheNotReadyError",
+    "CheckpointCorruptError",
+    "CheckpointMissingError",
     "ConnectionClosedError",
     "DeadlineExceededError",
+    "DescriptorLimitError",
+    "DonationRefusedError",
     "ErrorBody",
+    "FingerprintMismatchError",
+    "LoadFailedError",
+    "ManifestError",
+    "MappingError",
+    "MissingTensorError",
     "ProtocolError",
     "RemoteError",
+    "SealError",
+    "SlotTableError",
+    "StaleEpochError",
     "UnderstudyError",
+    "UnexpectedDtypeError",
+    "UnsupportedModelError",
+    "UnsupportedQuantizationError",
     "VersionMismatchError",
 ]
 
@@ -107,6 +129,17 @@ class DeadlineExceededError(UnderstudyError):
         self.timeout_s = timeout_s
 
 
+class DescriptorLimitError(UnderstudyError):
+    """This process may open no more files, so descriptors cannot be handed on."""
+
+    code = "descriptor_limit"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"descriptors cannot be duplicated: {reason}", hint="raise the limit (RLIMIT_NOFILE)"
+        )
+
+
 class CacheError(UnderstudyError):
     """Base of the weight cache's own errors."""
 
@@ -171,3 +204,137 @@ class StaleEpochError(CacheError):
             hint="this process was replaced; it must not serve",
             details={"epoch": ours, "seen": seen},
         )
+
+
+class CheckpointMissingError(CacheError):
+    """A model folder, or a file that belongs to it, is not there or cannot be read."""
+
+    code = "checkpoint_missing"
+    exit_code = 2
+    http_status = 400
+
+
+class CheckpointCorruptError(CacheError):
+    """A checkpoint file is truncated or damaged, or contradicts its own header."""
+
+    code = "checkpoint_corrupt"
+
+    def __init__(self, file: str, reason: str) -> None:
+        super().__init__(
+            f"{file} is damaged: {reason}",
+            hint="copy the checkpoint again and compare its size and hash with the source",
+            details={"file": file},
+        )
+
+
+class MissingTensorError(CacheError):
+    """The model needs tensors that the checkpoint does not hold, or holds in another shape."""
+
+    code = "missing_tensor"
+
+    def __init__(self, message: str, names: list[str]) -> None:
+        super().__init__(
+            message,
+            hint="the config and the weights belong to different models, or a shard is absent",
+            details={"tensors": names[:20]},
+        )
+
+
+class UnexpectedDtypeError(CacheError):
+    """A tensor has a dtype that this model cannot be loaded from."""
+
+    code = "unexpected_dtype"
+
+
+class UnsupportedModelError(CacheError):
+    """The model, or the way it should be split, is not one that this release can load."""
+
+    code = "unsupported_model"
+    exit_code = 2
+    http_status = 400
+
+
+class UnsupportedQuantizationError(CacheError):
+    """The quantisation is not on the allow-list; nothing was loaded and no memory was taken."""
+
+    code = "unsupported_quantization"
+    exit_code = 2
+    http_status = 400
+
+
+class FingerprintMismatchError(CacheError):
+    """The cache holds, or loads, other weights than the client asked for."""
+
+    code = "fingerprint_mismatch"
+    exit_code = 4
+    http_status = 409
+
+    def __init__(
+        self, differing: list[str], *, held: dict[str, Any], wanted: dict[str, Any]
+    ) -> None:
+        changes = ", ".join(f"{n} (cache {held[n]!r}, client {wanted[n]!r})" for n in differing)
+        super().__init__(
+            f"the cache holds other weights: they differ in {changes}",
+            hint="set on_mismatch to reload, or make both sides name the same model",
+            details={"fields": differing, "held": held, "wanted": wanted},
+        )
+
+
+class CacheInUseError(CacheError):
+    """The weights or the KV arena cannot be replaced while engines are attached."""
+
+    code = "cache_in_use"
+    exit_code = 4
+    http_status = 409
+
+    def __init__(self, what: str, holders: list[str]) -> None:
+        super().__init__(
+            f"{what} while {', '.join(holders)} {'is' if len(holders) == 1 else 'are'} attached",
+            hint="stop these engines first",
+            details={"attached": holders},
+        )
+
+
+class CacheBusyError(CacheError):
+    """The cache is loading; the request cannot be served until it has finished."""
+
+    code = "cache_busy"
+    exit_code = 4
+    http_status = 409
+
+
+class CacheNotReadyError(CacheError):
+    """No weights were served before the client's deadline."""
+
+    code = "cache_not_ready"
+
+
+class CacheFencedError(CacheError):
+    """A scrub found bytes that differ from their checksum; nothing attaches any more."""
+
+    code = "cache_fenced"
+
+    def __init__(self, tensors: list[str]) -> None:
+        super().__init__(
+            f"the weights in memory are damaged: {', '.join(tensors[:5])}",
+            hint="stop the engines, drop the cache and load again; check the machine's memory",
+            details={"tensors": tensors[:100]},
+        )
+
+
+class LoadFailedError(CacheError):
+    """The loader died, hung or reported an error that it could not name better."""
+
+    code = "load_failed"
+
+
+class DonationRefusedError(CacheError):
+    """Donated memory does not fit its manifest, or the daemon already holds some."""
+
+    code = "donation_refused"
+
+
+class ManifestError(CacheError):
+    """A manifest contradicts itself, its arena or its checksums."""
+
+    code = "manifest"

@@ -27,6 +27,7 @@ import msgspec
 from cache.errors import (
     ConnectionClosedError,
     DeadlineExceededError,
+    DescriptorLimitError,
     ErrorBody,
     ProtocolError,
     RemoteError,
@@ -34,13 +35,16 @@ from cache.errors import (
     VersionMismatchError,
 )
 from cache.wire import (
+    MAX_FDS_PER_FRAME,
     Event,
     Frame,
     FrameBuffer,
     Reply,
     Request,
+    close_all,
     encode_frame,
     listen_unix,
+    peer_identity,
     peer_uid,
     receive_once,
     send_once,
@@ -53,6 +57,11 @@ log = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES: Final = 64 << 20
 """Bytes that may wait for one peer: room for two of the largest frames and then some."""
+
+HELLO_TIMEOUT_S: Final = 10.0
+"""A connection that has not said hello by then is closed: it takes a place from others."""
+
+ACCEPT_PAUSE_S: Final = 0.1
 
 _encoder: Final = msgspec.json.Encoder()
 
@@ -88,15 +97,28 @@ class _Transport:
         self.is_closed = False
         self._loop.add_reader(sock.fileno(), self._readable)
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that the peer has not taken yet."""
+        return self._unsent_bytes
+
     def send(self, frame: Frame, fds: Sequence[int] = ()) -> None:
-        """Queue a frame; descriptors are duplicated, so the caller may close its own."""
+        """Queue a frame; descriptors are duplicated, so the caller may close its own.
+
+        Raises:
+            ConnectionClosedError: the peer is gone, or does not read and was cut off.
+            ProtocolError: the frame or the number of descriptors is over the bound.
+            DescriptorLimitError: this process may open no more files.
+        """
         if self.is_closed:
             raise ConnectionClosedError("the connection is closed")
+        if len(fds) > MAX_FDS_PER_FRAME:
+            raise ProtocolError(f"{len(fds)} descriptors are too many for one frame")
         data = memoryview(encode_frame(frame))
         if self._unsent_bytes + len(data) > MAX_UNSENT_BYTES:
             self.close(ConnectionClosedError("the peer does not read"))
             raise ConnectionClosedError("the peer does not read")
-        self._unsent.append((data, [os.dup(fd) for fd in fds]))
+        self._unsent.append((data, _duplicate(fds)))
         self._unsent_bytes += len(data)
         if not self._writing:
             self._writable()
@@ -112,9 +134,9 @@ class _Transport:
         self._sock.close()
         self._buffer.close()
         for _, fds in self._unsent:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
         self._unsent.clear()
+        self._unsent_bytes = 0
         self._on_closed(reason)
 
     def _readable(self) -> None:
@@ -139,8 +161,7 @@ class _Transport:
             while self._unsent:
                 data, fds = self._unsent[0]
                 sent = send_once(self._sock, data, fds)
-                for fd in fds:
-                    os.close(fd)
+                close_all(fds)
                 self._unsent_bytes -= sent
                 if sent < len(data):
                     self._unsent[0] = (data[sent:], [])
@@ -157,6 +178,17 @@ class _Transport:
         if self._writing:
             self._writing = False
             self._loop.remove_writer(self._sock.fileno())
+
+
+def _duplicate(fds: Sequence[int]) -> list[int]:
+    copies: list[int] = []
+    try:
+        for fd in fds:
+            copies.append(os.dup(fd))  # noqa: PERF401 - a comprehension would leak on failure
+    except OSError as error:
+        close_all(copies)
+        raise DescriptorLimitError(error.strerror or "dup failed") from error
+    return copies
 
 
 class RpcClient:
@@ -204,8 +236,7 @@ class RpcClient:
         except BaseException:
             client.close()
             raise
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
         return client, raw
 
     @property
@@ -242,7 +273,11 @@ class RpcClient:
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError as error:
+            _discard_answer(future)
             raise DeadlineExceededError(f"the answer to {verb}", timeout_s=timeout_s) from error
+        except asyncio.CancelledError:
+            _discard_answer(future)
+            raise
         finally:
             self._pending.pop(call_id, None)
 
@@ -260,8 +295,7 @@ class RpcClient:
         elif isinstance(frame, Event) and self._on_event is not None:
             self._on_event(frame, fds)
             return
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
 
     def _lost(self, reason: UnderstudyError) -> None:
         for future in self._pending.values():
@@ -269,6 +303,12 @@ class RpcClient:
                 future.set_exception(ConnectionClosedError(reason.message))
         if not self.closed.done():
             self.closed.set_result(reason)
+
+
+def _discard_answer(future: "asyncio.Future[tuple[msgspec.Raw, list[int]]]") -> None:
+    """Close descriptors of an answer that arrived in the moment when nobody waited any more."""
+    if future.done() and not future.cancelled() and future.exception() is None:
+        close_all(future.result()[1])
 
 
 Handler = Callable[["RpcPeer", msgspec.Raw, list[int]], Awaitable[tuple[object, Sequence[int]]]]
@@ -283,10 +323,18 @@ class RpcPeer:
 
     def __init__(self, server: "RpcServer", sock: socket.socket) -> None:
         self._server = server
+        self.pid: Final = peer_identity(sock)[0]
         self._queue: asyncio.Queue[tuple[Request, list[int]]] = asyncio.Queue(maxsize=256)
         self.hello: Hello | None = None
         self._transport = _Transport(sock, self._frame, self._lost)
-        self._task = asyncio.get_running_loop().create_task(self._serve())
+        loop = asyncio.get_running_loop()
+        self._task = loop.create_task(self._serve())
+        self._hello_timer = loop.call_later(HELLO_TIMEOUT_S, self._expect_hello)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that this client has not taken yet."""
+        return self._transport.unsent_bytes
 
     @property
     def is_closed(self) -> bool:
@@ -305,19 +353,23 @@ class RpcPeer:
 
     def _frame(self, frame: Frame, fds: list[int]) -> None:
         if not isinstance(frame, Request):
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
             raise ProtocolError("a client may only send requests")
         try:
             self._queue.put_nowait((frame, fds))
         except asyncio.QueueFull:
+            close_all(fds)
             raise ProtocolError("the client sent 256 requests without reading an answer") from None
 
+    def _expect_hello(self) -> None:
+        if self.hello is None:
+            self.close("no hello in time")
+
     def _lost(self, _reason: UnderstudyError) -> None:
+        self._hello_timer.cancel()
         self._task.cancel()
         while not self._queue.empty():
-            for fd in self._queue.get_nowait()[1]:
-                os.close(fd)
+            close_all(self._queue.get_nowait()[1])
         self._server._peer_gone(self)
 
     async def _serve(self) -> None:
@@ -332,10 +384,19 @@ class RpcPeer:
                 log.exception("%s failed", request.verb)
                 body = ErrorBody("internal", f"{request.verb} failed: {error!r}")
                 reply, out_fds = Reply(request.id, error=body), ()
-            with contextlib.suppress(ConnectionClosedError):
-                self._transport.send(reply, out_fds)
+            self._answer(reply, out_fds)
             if self.hello is None:
                 self.close("no hello")
+
+    def _answer(self, reply: Reply, fds: Sequence[int]) -> None:
+        try:
+            self._transport.send(reply, fds)
+        except ConnectionClosedError:
+            log.debug("pid %d left before its answer", self.pid)
+        except UnderstudyError as error:  # the answer cannot travel: say so instead
+            log.warning("cannot answer pid %d: %s", self.pid, error)
+            with contextlib.suppress(ConnectionClosedError):
+                self._transport.send(Reply(reply.re, error=error.to_body()))
 
 
 class RpcServer:
@@ -358,12 +419,14 @@ class RpcServer:
         self._on_peer_gone = on_peer_gone
         self._max_peers = max_peers
         self._sock: socket.socket | None = None
+        self._inode = (0, 0)
         self.peers: set[RpcPeer] = set()
 
     async def start(self) -> None:
         """Bind and serve."""
         self._sock = listen_unix(self._path)
         self._sock.setblocking(False)
+        self._inode = _inode(self._path)
         asyncio.get_running_loop().add_reader(self._sock.fileno(), self._acceptable)
 
     def close(self, *, unlink: bool = True) -> None:
@@ -372,15 +435,21 @@ class RpcServer:
             asyncio.get_running_loop().remove_reader(self._sock.fileno())
             self._sock.close()
             self._sock = None
-            if unlink:
+            # A successor may have put its own socket there already: leave that one alone.
+            if unlink and _inode(self._path) == self._inode:
                 self._path.unlink(missing_ok=True)
         for peer in list(self.peers):
             peer.close()
 
-    def notify_all(self, name: str, params: object = None) -> None:
-        """Send an event to every client that said hello."""
+    def notify_all(
+        self, name: str, params: object = None, *, max_unsent_bytes: int = MAX_UNSENT_BYTES
+    ) -> None:
+        """Send an event to every client that said hello.
+
+        Clients for whom more than `max_unsent_bytes` wait already are passed over.
+        """
         for peer in list(self.peers):
-            if peer.hello is not None:
+            if peer.hello is not None and peer.unsent_bytes <= max_unsent_bytes:
                 peer.notify(name, params)
 
     def _acceptable(self) -> None:
@@ -389,13 +458,26 @@ class RpcServer:
             sock, _ = self._sock.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
-        except OSError as error:  # out of descriptors: the client will try again
+        except OSError as error:
+            # Out of descriptors. The socket stays readable, so without a pause the loop would
+            # spin; clients wait in the backlog meanwhile.
             log.error("cannot accept at %s: %s", self._path, error)  # noqa: TRY400
+            self._pause_accepting()
             return
         if peer_uid(sock) != os.getuid() or len(self.peers) >= self._max_peers:
             sock.close()
             return
         self.peers.add(RpcPeer(self, sock))
+
+    def _pause_accepting(self) -> None:
+        assert self._sock is not None  # noqa: S101 - called from its reader
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._sock.fileno())
+        loop.call_later(ACCEPT_PAUSE_S, self._resume_accepting)
+
+    def _resume_accepting(self) -> None:
+        if self._sock is not None:
+            asyncio.get_running_loop().add_reader(self._sock.fileno(), self._acceptable)
 
     def _peer_gone(self, peer: RpcPeer) -> None:
         self.peers.discard(peer)
@@ -410,8 +492,7 @@ class RpcServer:
             peer.hello = self._check_hello(request.params)
         refused = handler is None or peer.hello is None
         if refused:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
         if peer.hello is None:
             raise ProtocolError(f"{request.verb} before hello")
         if handler is None:
@@ -428,3 +509,11 @@ class RpcServer:
         if hello.version != self._version:
             raise VersionMismatchError(self._protocol, ours=self._version, theirs=hello.version)
         return hello
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    try:
+        info = path.stat()
+    except OSError:  # gone: nobody's
+        return (-1, -1)
+    return (info.st_dev, info.st_ino)

@@ -45,9 +45,11 @@ __all__ = [
     "FrameBuffer",
     "Reply",
     "Request",
+    "close_all",
     "connect_unix",
     "encode_frame",
     "listen_unix",
+    "peer_identity",
     "peer_uid",
     "unix_address",
 ]
@@ -119,9 +121,15 @@ class FrameBuffer:
         self._max = max_frame_bytes
 
     def feed(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Append received bytes and descriptors; the descriptors belong to the buffer now."""
+        """Append received bytes and descriptors; the descriptors belong to the buffer now.
+
+        Raises:
+            ProtocolError: more descriptors wait than any frames in flight can own.
+        """
         self._data += data
         self._fds.extend(fds)
+        if len(self._fds) > 2 * MAX_FDS_PER_FRAME:
+            raise ProtocolError(f"the peer sent {len(self._fds)} descriptors ahead of their frames")
 
     def next_body(self) -> bytes | None:
         """The next complete frame's JSON, or None when more bytes are needed.
@@ -147,7 +155,7 @@ class FrameBuffer:
         """The next complete request, reply or event with its descriptors (the caller owns them).
 
         Raises:
-            ProtocolError: rubbish, or fewer descriptors arrived than announced.
+            ProtocolError: rubbish, or other descriptors arrived than announced.
         """
         body = self.next_body()
         if body is None:
@@ -158,7 +166,13 @@ class FrameBuffer:
             raise ProtocolError(
                 f"the peer sent a frame that cannot be understood: {error}"
             ) from error
-        return frame, self.take_fds(frame.fds)
+        fds = self.take_fds(frame.fds)
+        if self._fds and not self._data:
+            # Nothing follows that they could belong to. Kept, they would be taken for the next
+            # frame's, and a peer could fill our descriptor table with them.
+            close_all(fds)
+            raise ProtocolError("the peer sent descriptors that no frame announced")
+        return frame, fds
 
     def take_fds(self, count: int) -> list[int]:
         """The next `count` descriptors; the caller owns them.
@@ -176,6 +190,12 @@ class FrameBuffer:
             os.close(self._fds.popleft())
 
 
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors that came with a frame which is not wanted."""
+    for fd in fds:
+        os.close(fd)
+
+
 def receive_once(sock: socket.socket) -> tuple[bytes, list[int]]:
     """One recvmsg: bytes (empty at end of file) and the descriptors that came with them."""
     space = socket.CMSG_SPACE(253 * array.array("i").itemsize)
@@ -185,8 +205,7 @@ def receive_once(sock: socket.socket) -> tuple[bytes, list[int]]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     if flags & socket.MSG_CTRUNC:
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
         raise ProtocolError(
             "descriptors were cut off on the way; the descriptor limit may be reached"
         )
@@ -257,12 +276,15 @@ def connect_unix(path: Path, *, timeout_s: float) -> socket.socket:
     return sock
 
 
+def peer_identity(sock: socket.socket) -> tuple[int, int]:
+    """Pid and uid of the process that connected, as the kernel recorded them (SO_PEERCRED)."""
+    pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(pid), int(uid)
+
+
 def peer_uid(sock: socket.socket) -> int:
-    """The uid of the process at the other end, as the kernel recorded it (SO_PEERCRED)."""
-    _pid, uid, _gid = struct.unpack(
-        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    )
-    return int(uid)
+    """The uid of the process at the other end."""
+    return peer_identity(sock)[1]
 
 
 class Connection:
@@ -283,7 +305,7 @@ class Connection:
         return self._sock.fileno()
 
     def close(self) -> None:
-        """Close the socket and unclaimed descriptors."""
+        """Close the socket and unclaimed descriptors; idempotent."""
         self._sock.close()
         self._buffer.close()
 
@@ -307,10 +329,10 @@ class Connection:
             )
             if isinstance(frame, Reply) and frame.re == self._next_id:
                 if frame.error is not None:
+                    close_all(received)
                     raise RemoteError(frame.error)
                 return frame.result, received
-            for fd in received:
-                os.close(fd)
+            close_all(received)
 
     def send(self, frame: Frame, fds: Sequence[int] = (), *, timeout_s: float) -> None:
         """Send one frame.
@@ -340,6 +362,8 @@ class Connection:
             ProtocolError: rubbish.
         """
         deadline = time.monotonic() + timeout_s
+        # A peer that writes without pause must not keep us past the deadline: look at the clock
+        # before every read, not only when nothing comes.
         while (frame := self._buffer.next_frame()) is None:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
@@ -357,3 +381,27 @@ class Connection:
                 )
             self._buffer.feed(data, fds)
         return frame
+
+    def drain(self) -> list[Event]:
+        """Events that have arrived, without waiting; keeps an idle connection's buffer empty.
+
+        Raises:
+            ConnectionClosedError: the peer went away.
+            ProtocolError: rubbish.
+        """
+        events: list[Event] = []
+        while True:
+            while (cut := self._buffer.next_frame()) is not None:
+                close_all(cut[1])
+                if isinstance(cut[0], Event):
+                    events.append(cut[0])
+            self._sock.setblocking(False)
+            try:
+                data, fds = receive_once(self._sock)
+            except BlockingIOError:
+                return events
+            except OSError as error:
+                raise ConnectionClosedError(f"the peer went away: {error.strerror}") from error
+            if not data:
+                raise ConnectionClosedError("the peer closed the connection")
+            self._buffer.feed(data, fds)

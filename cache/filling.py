@@ -1,0 +1,208 @@
+"""Filling an arena: parallel reads, conversion where the dtype changes, checksums on the way.
+
+Each tensor is one task of a small thread pool. A task reads a chunk into a buffer that stays in
+the CPU's cache, hashes it there and writes it to the arena: reading, hashing and copying of
+different tensors overlap, and the interpreter lock is free during all three.
+
+Why `pwrite` and not a mapping: a first touch through a mapping costs a page fault and a cleared
+page for each 4 KiB (measured: 1.9 GiB/s against 2.5 GiB/s on two cores), and a page that cannot
+be had is SIGBUS, while `pwrite` answers ENOSPC or ENOMEM, which is a sentence.
+"""
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+from cache.checkpoint import TensorSource
+from cache.errors import ArenaMemoryError, CheckpointCorruptError, CheckpointMissingError
+from cache.plan import Copy, LoadPlan
+from cache.protocol import Progress, dtype_bytes
+
+__all__ = ["CHECKSUM_BYTES", "CHUNK_BYTES", "HostWriter", "fill"]
+
+CHUNK_BYTES: Final = 1 << 20
+CHECKSUM_BYTES: Final = 16
+
+_PROGRESS_EVERY_S: Final = 0.1
+
+
+class HostWriter:
+    """Writes at arena offsets, across extents. Thread-safe: `pwrite` keeps no position."""
+
+    def __init__(self, fds: Sequence[int], extent_bytes: Sequence[int]) -> None:
+        self._extents: list[tuple[int, int, int]] = []  # first offset, end offset, descriptor
+        start = 0
+        for fd, size_bytes in zip(fds, extent_bytes, strict=True):
+            self._extents.append((start, start + size_bytes, fd))
+            start += size_bytes
+        self._total_bytes = start
+
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        """Write all of `data` at `offset_bytes`.
+
+        Raises:
+            ArenaMemoryError: the pages for it are not to be had.
+        """
+        for start, end, fd in self._extents:
+            while data and start <= offset_bytes < end:
+                part = data[: end - offset_bytes]
+                try:
+                    written = os.pwrite(fd, part, offset_bytes - start)
+                except OSError as error:
+                    reason = error.strerror or "unknown reason"
+                    raise ArenaMemoryError("weights", self._total_bytes, reason) from error
+                data = data[written:]
+                offset_bytes += written
+
+
+class _Cancelled(Exception):  # noqa: N818 - not an error: another task has failed already
+    """Another tensor failed; this one stops."""
+
+
+def fill(
+    plan: LoadPlan,
+    writer: HostWriter,
+    *,
+    threads: int | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> dict[str, str]:
+    """Copy every tensor of the plan into the arena; returns checksums by tensor name.
+
+    `on_progress` is called in the calling thread, at most ten times a second.
+
+    Raises:
+        CheckpointCorruptError: a file ended early.
+        CheckpointMissingError: a file cannot be opened or read.
+        ArenaMemoryError: the arena's memory is not there after all.
+    """
+    run = _Run(plan, writer)
+    count = threads or max(4, min(8, len(os.sched_getaffinity(0))))
+    with ExitStack() as stack:
+        run.open_files(stack)
+        pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="load"))
+        pending = {pool.submit(run.copy, copy) for copy in plan.copies}
+        started_s = time.monotonic()
+        while pending:
+            _, pending = wait(pending, timeout=_PROGRESS_EVERY_S)
+            if on_progress is not None:
+                on_progress(run.progress(time.monotonic() - started_s))
+    if run.failure is not None:
+        raise run.failure
+    return run.checksums
+
+
+class _Run:
+    """State shared by the threads of one fill. The first failure stops all of them."""
+
+    def __init__(self, plan: LoadPlan, writer: HostWriter) -> None:
+        self._writer = writer
+        self._paths = sorted({copy.source.file for copy in plan.copies})
+        self._total_bytes = plan.source_bytes
+        self._files: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+        self.checksums: dict[str, str] = {}
+        self.failure: BaseException | None = None
+
+    def open_files(self, stack: ExitStack) -> None:
+        for path in self._paths:
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise CheckpointMissingError(f"{path} cannot be read: {error.strerror}") from error
+            stack.callback(os.close, fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            self._files[path] = fd
+
+    def progress(self, elapsed_s: float) -> Progress:
+        done = self._done_bytes
+        rate = done / elapsed_s if elapsed_s > 0 else 0.0
+        eta_s = (self._total_bytes - done) / rate if rate > 0 else None
+        return Progress(done, self._total_bytes, rate, eta_s)
+
+    def copy(self, copy: Copy) -> None:
+        try:
+            checksum = self._copy_converted(copy) if copy.converts else self._copy_plain(copy)
+        except _Cancelled:
+            return
+        except BaseException as error:  # noqa: BLE001 - kept for the caller, who raises it
+            with self._lock:
+                self.failure = self.failure or error
+            return
+        with self._lock:
+            self.checksums[copy.target.name] = checksum
+
+    def _copy_plain(self, copy: Copy) -> str:
+        digest = blake2b(digest_size=CHECKSUM_BYTES)
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, copy.source.size_bytes)))
+        done = 0
+        while done < copy.source.size_bytes:
+            part = buffer[: copy.source.size_bytes - done]
+            self._read(copy.source, part, done)
+            digest.update(part)
+            self._writer.write(copy.target.offset_bytes + done, part)
+            done += len(part)
+        return digest.hexdigest()
+
+    def _copy_converted(self, copy: Copy) -> str:
+        convert = _converter(copy.source.dtype, copy.target.dtype)
+        digest = blake2b(digest_size=CHECKSUM_BYTES)
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, copy.source.size_bytes)))
+        done = written = 0
+        while done < copy.source.size_bytes:
+            part = buffer[: copy.source.size_bytes - done]
+            self._read(copy.source, part, done)
+            converted = convert(part)
+            digest.update(converted)
+            self._writer.write(copy.target.offset_bytes + written, converted)
+            done += len(part)
+            written += len(converted)
+        return digest.hexdigest()
+
+    def _read(self, source: TensorSource, into: memoryview, position: int) -> None:
+        """Fill `into` from `position` bytes behind the tensor's start."""
+        fd, filled = self._files[source.file], 0
+        while filled < len(into):
+            if self.failure is not None:
+                raise _Cancelled
+            offset = source.offset_bytes + position + filled
+            try:
+                got = os.preadv(fd, [into[filled:]], offset)
+            except OSError as error:
+                raise CheckpointMissingError(
+                    f"{source.file} cannot be read at byte {offset}: {error.strerror}"
+                ) from error
+            if got == 0:
+                raise CheckpointCorruptError(
+                    str(source.file), f"it ends at byte {offset}, inside {source.name}"
+                )
+            filled += got
+        with self._lock:
+            self._done_bytes += len(into)
+
+
+def _converter(source: str, target: str) -> Callable[[memoryview], memoryview]:
+    """Bytes of one floating dtype to bytes of another, rounding as torch does.
+
+    Torch is imported only here: a checkpoint that has its dtype already loads without it.
+    """
+    import torch
+
+    torch.set_num_threads(1)  # the pool is the parallelism
+    from_dtype, to_dtype = getattr(torch, source), getattr(torch, target)
+    element_bytes = dtype_bytes(target)
+
+    def convert(data: memoryview) -> memoryview:
+        tensor = torch.frombuffer(data, dtype=from_dtype).to(to_dtype)
+        size_bytes = tensor.numel() * element_bytes
+        # numpy has no bfloat16, so the bytes are taken at their address and copied.
+        return memoryview(ctypes.string_at(tensor.data_ptr(), size_bytes))
+
+    return convert

@@ -1,0 +1,164 @@
+"""The fingerprint: everything that decides the bytes of an arena, torch-free.
+
+Daemon, loader and each engine compute it on their own from the same files; only equal ones share
+memory. It reads headers, not weights: file sizes and mtimes stand for the content.
+"""
+
+import os
+import platform
+from functools import lru_cache
+from hashlib import blake2b
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from cache.checkpoint import Checkpoint, read_checkpoint
+from cache.errors import UnsupportedModelError, UnsupportedQuantizationError
+from cache.protocol import LAYOUT_VERSION, Fingerprint, LoadSpec
+
+__all__ = [
+    "LOADER_VERSION",
+    "check_quantization",
+    "check_supported",
+    "fingerprint_of",
+    "fingerprint_of_checkpoint",
+]
+
+LOADER_VERSION: Final = 1
+"""Version of how the loader turns a checkpoint into bytes; part of the fingerprint."""
+
+_FLOATING: Final = ("float32", "bfloat16", "float16", "float64")
+
+_ISA_FLAGS: Final = (
+    "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve",
+)  # fmt: skip
+"""CPU features that change which kernels torch picks, and with them the bits of a result."""
+
+
+def fingerprint_of(spec: LoadSpec) -> Fingerprint:
+    """Fingerprint of what `spec` names, as the files are now.
+
+    Raises:
+        CheckpointMissingError, CheckpointCorruptError, MissingTensorError: the files are unusable.
+        UnsupportedQuantizationError, UnsupportedModelError: this release cannot load them.
+    """
+    return fingerprint_of_checkpoint(spec, read_checkpoint(Path(spec.model_path)))
+
+
+def fingerprint_of_checkpoint(spec: LoadSpec, checkpoint: Checkpoint) -> Fingerprint:
+    """The same for a checkpoint whose headers were read already."""
+    config = checkpoint.config
+    check_quantization(spec, config)
+    check_supported(spec, config)
+    return Fingerprint(
+        model_path=os.path.realpath(spec.model_path),
+        model_arch=config["architectures"][0],
+        revision=spec.revision,
+        checkpoint_digest=checkpoint.digest(),
+        tp_size=spec.tp_size,
+        tp_rank=spec.tp_rank,
+        pp_size=spec.pp_size,
+        pp_rank=spec.pp_rank,
+        dp_size=spec.dp_size,
+        ep_size=spec.ep_size,
+        quant_method=_quant_method(config),
+        quant_config_hash=_quant_hash(config),
+        dtype=spec.dtype,
+        device_capability=_device_capability(spec.device),
+        torch_version=_torch_version(),
+        loader_version=LOADER_VERSION,
+        layout_version=LAYOUT_VERSION,
+    )
+
+
+def check_quantization(spec: LoadSpec, config: dict[str, Any]) -> None:
+    """Refuse everything that is not on the allow-list, on both sides, before memory is taken.
+
+    Raises:
+        UnsupportedQuantizationError: the checkpoint or the spec names a quantisation that the
+            cache cannot share without changing what the weights mean.
+    """
+    method = _quant_method(config)
+    if method == "none" and spec.quantization == "none":
+        return
+    if spec.quantization != "none":
+        named = f"quantization {spec.quantization!r} in the topology"
+    else:
+        named = f"{spec.model_path} is quantised with {method}"
+    raise UnsupportedQuantizationError(
+        f"{named}: not on the allow-list for device {spec.device}",
+        hint="use an unquantised checkpoint",
+        details={"method": method, "quantization": spec.quantization, "device": spec.device},
+    )
+
+
+def check_supported(spec: LoadSpec, config: dict[str, Any]) -> None:
+    """Refuse what this release cannot load at all.
+
+    Raises:
+        UnsupportedModelError: the reason in one sentence.
+    """
+    architectures = config.get("architectures")
+    if (
+        not isinstance(architectures, list)
+        or not architectures
+        or not all(isinstance(name, str) for name in architectures)
+    ):
+        raise UnsupportedModelError(f"the config of {spec.model_path} names no architecture")
+    if spec.dtype not in _FLOATING:
+        raise UnsupportedModelError(
+            f"dtype {spec.dtype!r} is none that weights are loaded as",
+            hint=f"use one of {', '.join(_FLOATING)}",
+        )
+    parallel = {n: getattr(spec, n) for n in ("tp_size", "pp_size", "dp_size", "ep_size")}
+    if any(size != 1 for size in parallel.values()):
+        raise UnsupportedModelError(
+            f"a model split over devices ({parallel}) cannot be loaded on {spec.device}",
+            hint="use one device per group",
+        )
+
+
+def _quant_method(config: dict[str, Any]) -> str:
+    """`none`, `fp8-block` for block-wise FP8 checkpoints, else the method's own name."""
+    quant = config.get("quantization_config") or config.get("compression_config")
+    if not quant:
+        return "none"
+    if not isinstance(quant, dict):
+        return "unknown"
+    method = str(quant.get("quant_method") or "unknown")
+    if method == "fp8":
+        return "fp8-block" if quant.get("weight_block_size") else "fp8-per-tensor"
+    return method
+
+
+def _quant_hash(config: dict[str, Any]) -> str:
+    quant = config.get("quantization_config") or config.get("compression_config")
+    if not quant:
+        return ""
+    return blake2b(msgspec.json.encode(quant, order="sorted"), digest_size=8).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _torch_version() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:  # a daemon alone may live without torch
+        return "none"
+
+
+@lru_cache(maxsize=4)
+def _device_capability(device: str) -> str:
+    machine = platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # no features known: still the same on both sides of one machine
+        lines = []
+    flags: set[str] = set()
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            flags = set(value.split())
+            break
+    return ":".join([device, machine, "+".join(f for f in _ISA_FLAGS if f in flags)])
