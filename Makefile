@@ -49,7 +49,7 @@ lint: $(STAMP)  ## check style, types and architecture
 	@$(VENV)/bin/ruff check
 	@$(VENV)/bin/ruff format --check
 	@$(VENV)/bin/mypy
-	@$(VENV)/bin/mypy benchmarks docs
+	@$(VENV)/bin/mypy -p benchmarks -p docs
 	@$(VENV)/bin/lint-imports
 
 format: $(STAMP)  ## format the code

@@ -181,13 +181,13 @@ def kill_the_primary(system: RunningSystem, measured: Measured) -> None:
     requests = make_requests(STREAMS, max_tokens=STREAM_TOKENS)
     with out.status("reference: the same requests, undisturbed, in another order"):
         texts = reference_texts(system.base_url, requests)
-    before = system.wait_redundant().group
+    before = system.wait_whole().group
 
     with StreamFleet(system.base_url, requests, transport="openai") as fleet:
         fleet.wait_tokens(KILL_AFTER_TOKENS)
         victim, killed_ns = system.kill("primary")
         out.print(f"  killed {before.primary} (pid {victim.pid}) after {KILL_AFTER_TOKENS} tokens")
-        system.wait_redundant(timeout_s=60)
+        system.wait_whole(not_led_by=victim)
         restored_ms = (time.monotonic_ns() - killed_ns) / 1e6
         records = fleet.wait_done()
 

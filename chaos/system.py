@@ -254,21 +254,32 @@ class RunningSystem:
         self.wait_ready(timeout_s=timeout_s)
 
     def wait_ready(self, *, timeout_s: float = _START_TIMEOUT_S) -> None:
-        """Wait for `/readyz`, and for redundancy where the topology has a standby."""
+        """Wait for `/readyz`, then for `wait_whole`."""
         deadline = time.monotonic() + timeout_s
         wait_until(self._is_ready, "readyz of the new system", timeout_s=timeout_s)
-        if self.options.standby:
-            self.wait_redundant(timeout_s=max(1.0, deadline - time.monotonic()))
+        self.wait_whole(timeout_s=max(1.0, deadline - time.monotonic()))
         self.take_inventory()
 
-    def wait_redundant(self, *, timeout_s: float = 60.0) -> StatusView:
-        """Wait until a verified standby waits behind a serving primary."""
+    def wait_whole(
+        self, *, timeout_s: float = 60.0, not_led_by: ProcessId | None = None
+    ) -> StatusView:
+        """Wait until a primary serves and, where the topology has one, a standby is verified.
+
+        `not_led_by` names a primary that was just killed: for some milliseconds the status may
+        still speak of it, as if nothing had happened.
+        """
 
         def probe() -> StatusView | None:
             status = self.status()
-            return status if status is not None and status.group.is_redundant else None
+            primary = status.group.engine("primary") if status is not None else None
+            if status is None or primary is None or primary.state != "primary":
+                return None
+            if not_led_by is not None and primary.pid == not_led_by.pid:
+                return None
+            return status if status.group.is_redundant or not self.options.standby else None
 
-        return wait_until(probe, "redundancy of the group", timeout_s=timeout_s)
+        what = "redundancy of the group" if self.options.standby else "a primary that serves"
+        return wait_until(probe, what, timeout_s=timeout_s)
 
     def status(self) -> StatusView | None:
         """The status, or None while no supervisor answers."""

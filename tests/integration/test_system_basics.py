@@ -155,7 +155,7 @@ def test_weights_cannot_be_written_from_outside_either(system: RunningSystem) ->
 
 
 def test_the_status_says_who_serves_and_who_stands_by(system: RunningSystem) -> None:
-    status = system.wait_redundant()
+    status = system.wait_whole()
     group = status.group
     primary, standby = group.engine("primary"), group.engine("standby")
     assert primary is not None
@@ -168,7 +168,7 @@ def test_the_status_says_who_serves_and_who_stands_by(system: RunningSystem) -> 
 
 
 def test_a_wrong_epoch_is_a_conflict_and_changes_nothing(system: RunningSystem) -> None:
-    before = system.wait_redundant().group
+    before = system.wait_whole().group
     with pytest.raises(AdminRequestError) as caught:
         system.admin.post("/v1/promote", expected_epoch=before.epoch + 7)
     assert caught.value.status == 409

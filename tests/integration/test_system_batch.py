@@ -91,9 +91,9 @@ def test_frozen_it_computes_nothing_and_thawed_it_goes_on(
 
 def test_a_frozen_batch_engine_does_not_delay_a_failover(system: RunningSystem, load: Load) -> None:
     wait_serving(system)
-    system.wait_redundant()
+    system.wait_whole()
     system.admin.post(f"/v1/freeze/{ENGINE}")
     load.under_fault(system, lambda: system.kill("primary")[1], after_tokens=20)
-    system.wait_redundant()
+    system.wait_whole()
     system.admin.post(f"/v1/thaw/{ENGINE}")
     wait_serving(system)

@@ -57,20 +57,20 @@ def cache_view(system: RunningSystem) -> CacheView:
 def test_its_death_is_nothing_to_the_streams_and_it_comes_back(
     system: RunningSystem, load: Load, role: str
 ) -> None:
-    before = system.wait_redundant().group
+    before = system.wait_whole().group
     primary = system.process("primary")
     victim = system.process(role)
 
     load.under_fault(system, lambda: system.kill(role)[1], after_tokens=30)
 
     wait_until(replaced(system, role, victim.pid), f"a new {role}", timeout_s=RESTORED_S)
-    after = system.wait_redundant().group
+    after = system.wait_whole().group
     assert (after.epoch, after.primary) == (before.epoch, before.primary)
     assert system.process("primary") == primary
 
 
 def test_a_new_zygote_forks_the_next_standby(system: RunningSystem) -> None:
-    system.wait_redundant()
+    system.wait_whole()
     zygote, _ = system.kill("zygote")
     wait_until(replaced(system, "zygote", zygote.pid), "a new zygote", timeout_s=RESTORED_S)
     standby, _ = system.kill("standby")
@@ -80,7 +80,7 @@ def test_a_new_zygote_forks_the_next_standby(system: RunningSystem) -> None:
 def test_a_killed_cache_daemon_serves_the_same_memory_again_without_the_disk(
     system: RunningSystem, load: Load
 ) -> None:
-    system.wait_redundant()
+    system.wait_whole()
     engines = pids(system, "primary", "standby", "batch")
     weights = {i for i in memory_of(engines[0]) if i.name == "understudy-weights"}
     daemon = system.process("cache")
@@ -104,10 +104,10 @@ def test_a_killed_cache_daemon_serves_the_same_memory_again_without_the_disk(
 def test_after_the_cache_daemons_death_a_failover_still_adopts(
     system: RunningSystem, load: Load
 ) -> None:
-    system.wait_redundant()
+    system.wait_whole()
     daemon, _ = system.kill("cache")
     wait_until(replaced(system, "cache", daemon.pid), "a new cache daemon", timeout_s=RESTORED_S)
-    system.wait_redundant()
+    system.wait_whole()
     load.under_fault(system, lambda: system.kill("primary")[1], after_tokens=30)
 
 
@@ -141,7 +141,7 @@ class Knocker:
 def test_a_killed_gateway_worker_refuses_nobody_and_its_slots_come_free(
     system: RunningSystem, load: Load
 ) -> None:
-    system.wait_redundant()
+    system.wait_whole()
     worker = system.process("gateway")
     engines = pids(system, "primary", "standby")
     with StreamFleet(system.base_url, make_requests(16, max_tokens=1500)) as fleet:
@@ -167,7 +167,7 @@ def test_a_killed_supervisor_breaks_no_stream_and_the_next_one_adopts_every_proc
     system: RunningSystem, load: Load
 ) -> None:
     roles = ("primary", "standby", "batch", "zygote", "cache", "gateway")
-    before = system.wait_redundant().group
+    before = system.wait_whole().group
     everybody = {role: system.process(role) for role in roles}
 
     def kill_and_restart() -> int:
@@ -186,19 +186,19 @@ def test_a_killed_supervisor_breaks_no_stream_and_the_next_one_adopts_every_proc
 
 
 def test_an_adopted_pair_still_fails_over(system: RunningSystem, load: Load) -> None:
-    before = system.wait_redundant().group
+    before = system.wait_whole().group
     system.kill("supervisor")
     system.wait_supervisor(timeout_s=10)
     system.spawn_supervisor()
     system.wait_ready(timeout_s=60)
     load.under_fault(system, lambda: system.kill("primary")[1], after_tokens=30)
-    assert system.wait_redundant().group.epoch > before.epoch
+    assert system.wait_whole().group.epoch > before.epoch
 
 
 def test_a_primary_that_dies_while_nobody_watches_is_replaced_by_the_next_supervisor(
     system: RunningSystem, load: Load
 ) -> None:
-    before = system.wait_redundant().group
+    before = system.wait_whole().group
     primary = system.process("primary")
 
     def kill_supervisor_then_primary() -> int:

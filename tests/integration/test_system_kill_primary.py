@@ -24,7 +24,7 @@ def system_options() -> SystemOptions:
 def test_the_streams_go_on_exactly(
     system: RunningSystem, load: Load, figures: Figures, round_: int
 ) -> None:
-    before = system.wait_redundant().group
+    before = system.wait_whole().group
 
     felt = load.under_fault(
         system,
@@ -32,7 +32,7 @@ def test_the_streams_go_on_exactly(
         after_tokens=random.Random(round_).randrange(3, STREAM_TOKENS // 2),
     )
 
-    after = system.wait_redundant().group
+    after = system.wait_whole().group
     assert after.epoch == before.epoch + 1
     assert after.primary == before.standby[0]
     figures.add(felt)
@@ -40,36 +40,36 @@ def test_the_streams_go_on_exactly(
 
 
 def test_the_official_client_does_not_notice_either(system: RunningSystem, load: Load) -> None:
-    system.wait_redundant()
+    system.wait_whole()
     load.under_fault(system, lambda: system.kill("primary")[1], after_tokens=40, transport="openai")
 
 
 def test_a_stopped_primary_is_found_hung_and_replaced(system: RunningSystem, load: Load) -> None:
-    before = system.wait_redundant().group
+    before = system.wait_whole().group
     felt = load.under_fault(
         system, lambda: system.kill("primary", signal.SIGSTOP)[1], after_tokens=30
     )
-    after = system.wait_redundant().group
+    after = system.wait_whole().group
     assert after.epoch == before.epoch + 1
     assert Spread.of([one.next_token_ms for one in felt]).worst < WORST_GAP_MS
 
 
 def test_streams_outlive_both_engines_of_the_pair(system: RunningSystem, load: Load) -> None:
-    before = system.wait_redundant().group
+    before = system.wait_whole().group
 
     def kill_both() -> int:
         system.kill("standby")
         return system.kill("primary")[1]
 
     load.under_fault(system, kill_both, after_tokens=30)
-    assert system.wait_redundant().group.epoch > before.epoch
+    assert system.wait_whole().group.epoch > before.epoch
 
 
 def test_a_failover_is_counted_with_its_phases(system: RunningSystem, load: Load) -> None:
-    system.wait_redundant()
+    system.wait_whole()
     before = system.admin.metric("understudy_failovers_total", group="chat")
     load.under_fault(system, lambda: system.kill("primary")[1], after_tokens=10)
-    system.wait_redundant()
+    system.wait_whole()
     assert system.admin.metric("understudy_failovers_total", group="chat") == before + 1
     for phase in ("detect", "fence", "promote", "route", "total"):
         name = "understudy_failover_duration_seconds_count"

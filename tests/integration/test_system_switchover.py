@@ -16,7 +16,7 @@ ROUNDS = 20
 def test_roles_change_hands_and_the_streams_go_on_exactly(
     system: RunningSystem, load: Load, figures: Figures, round_: int
 ) -> None:
-    before = system.wait_redundant().group
+    before = system.wait_whole().group
     pids = {engine.name: engine.pid for engine in before.engines}
 
     def promote() -> int:
@@ -28,7 +28,7 @@ def test_roles_change_hands_and_the_streams_go_on_exactly(
     after_tokens = random.Random(round_).randrange(3, STREAM_TOKENS // 2)
     felt = load.under_fault(system, promote, after_tokens=after_tokens)
 
-    after = system.wait_redundant().group
+    after = system.wait_whole().group
     assert after.epoch == before.epoch + 1
     assert after.primary == before.standby[0]
     assert {engine.name: engine.pid for engine in after.engines} == pids
@@ -37,7 +37,7 @@ def test_roles_change_hands_and_the_streams_go_on_exactly(
 
 
 def test_a_dry_run_changes_nothing(system: RunningSystem) -> None:
-    before = system.wait_redundant().group
+    before = system.wait_whole().group
     operation = system.admin.post("/v1/promote", dry_run=True)
     after = system.admin.status().group
     assert operation.state == "planned"

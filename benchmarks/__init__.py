@@ -1,0 +1,1 @@
+"""Reproducible measurements. Each module is a program that writes into docs/benchmarks."""
