@@ -30,6 +30,7 @@ __all__ = [
     "Promote",
     "PublishRoute",
     "RecoveryAction",
+    "StartCache",
     "StartEngine",
     "StartZygote",
     "decide",
@@ -65,6 +66,7 @@ class GroupSnapshot:
     zygote_is_ready: bool = True
     zygote_may_start: bool = False  # dead, and its back-off is over
     zygote_has_given_up: bool = False  # then engines start cold
+    cache_may_start: bool = False  # dead, and its back-off is over
 
     @property
     def primary(self) -> EngineView | None:
@@ -131,8 +133,13 @@ class StartZygote:
     """Start the group's zygote again."""
 
 
+@dataclass(frozen=True, slots=True)
+class StartCache:
+    """Start the cache daemon again and donate the memory that we hold."""
+
+
 RecoveryAction = CutRoute | Fence | Promote | PublishRoute
-Chore = Fence | StartEngine | AssignStandby | AssignBatch | GiveUp | StartZygote
+Chore = Fence | StartEngine | AssignStandby | AssignBatch | GiveUp | StartZygote | StartCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +217,8 @@ def _someone_may_act(snap: GroupSnapshot) -> bool:
 
 def _chores(snap: GroupSnapshot) -> list[Chore]:
     chores: list[Chore] = []
+    if snap.cache_may_start:
+        chores.append(StartCache())
     if snap.zygote_may_start:
         chores.append(StartZygote())
     found = (_chore_for(engine, snap, snap.primary) for engine in snap.engines)
@@ -255,3 +264,5 @@ def _describe(chore: Chore) -> str:
             return f"{engine} died young too often, giving up"
         case StartZygote():
             return "starting the zygote"
+        case StartCache():
+            return "starting the cache daemon"

@@ -55,6 +55,11 @@ class ProgressJudge:
         self._last: Sample | None = None
         self._quiet_since: Sample | None = None
 
+    @property
+    def quiet_since_ns(self) -> int | None:
+        """When the current silence began; None when nothing was seen yet."""
+        return self._quiet_since.at_ns if self._quiet_since is not None else None
+
     def void(self) -> None:
         """Forget everything: what was seen says nothing about the engine."""
         self._last = self._quiet_since = None

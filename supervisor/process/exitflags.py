@@ -178,6 +178,8 @@ class Watch:
         self._on_dead = on_dead
         self._on_stopped = on_stopped
         self.stopped_since_ns: int | None = None
+        self.last_alive_ns: int | None = None
+        """When a look last found the process alive: a death is at most one interval younger."""
         self.is_cancelled = False
 
     @property
@@ -207,6 +209,7 @@ class Watch:
             self.cancel()
             self._on_dead(evidence)
             return
+        self.last_alive_ns = now_ns
         was_stopped = self.is_stopped
         if not self._probe.is_stopped:
             self.stopped_since_ns = None

@@ -15,6 +15,7 @@ from supervisor.core.decide import (
     GroupSnapshot,
     Promote,
     PublishRoute,
+    StartCache,
     StartEngine,
     StartZygote,
     decide,
@@ -115,6 +116,10 @@ def test_engines_wait_for_the_zygote_unless_it_has_given_up() -> None:
     assert decide(cold).chores == (StartEngine("b"),)
 
 
+def test_a_dead_cache_daemon_comes_back_and_nothing_else_happens() -> None:
+    assert decide(group(cache_may_start=True)).chores == (StartCache(),)
+
+
 def test_an_engine_that_died_young_too_often_is_given_up() -> None:
     snap = group(b=S.STOPPED)
     engines = tuple(replace(e, has_given_up=e.name == "b") for e in snap.engines)
@@ -167,5 +172,5 @@ def test_promotion_always_follows_the_fence_of_whoever_may_act(
     for engine in serving:
         assert Fence(engine.name) in before
     assert not any(e.state in (S.FENCING, S.UNKILLABLE) for e in named)
-    touched = [a.engine for a in decision.chores if not isinstance(a, StartZygote)]
+    touched = [a.engine for a in decision.chores if not isinstance(a, StartZygote | StartCache)]
     assert promotions[0].engine not in touched

@@ -1,0 +1,107 @@
+"""`run`: wiring only. Makes the parts, connects them, waits for a reason to stop, stops them."""
+
+import asyncio
+import gc
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import uvloop
+
+from supervisor import __version__
+from supervisor.admin.server import AdminServer
+from supervisor.observe.events import EventLog
+from supervisor.observe.journal import Journal, JournalState
+from supervisor.observe.lock import StateLock
+from supervisor.observe.logs import setup_logging
+from supervisor.observe.looplag import LoopLag
+from supervisor.observe.metrics import Metrics
+from supervisor.observe.observer import RunObserver
+from supervisor.process import ExitWatcher, become_subreaper, state_id_of
+from supervisor.runtime.controller import RuntimeController
+from supervisor.runtime.gateways import listen_tcp
+from supervisor.runtime.paths import StatePaths
+from supervisor.runtime.services import Services
+from supervisor.runtime.supervisor import SupervisorRuntime
+from supervisor.topology.schema import Topology
+
+__all__ = ["run"]
+
+_FLUSH_S: Final = 2.0
+
+
+def run(topology: Topology, path: Path, *, observer: RunObserver) -> int:
+    """Be the supervisor of `topology` until stopped; returns the exit code.
+
+    Raises:
+        UnderstudyError: it could not start; everything that was started is stopped again.
+    """
+    setup_logging()
+    paths = StatePaths(topology.state_dir.absolute())
+    with StateLock(paths.root, topology.name):
+        paths.make()
+        events, journal = EventLog(paths.root), Journal(paths.root)
+        try:
+            state = journal.load()
+            events.append("supervisor_started", f"{topology.name} from {path}", version=__version__)
+            become_subreaper()
+            disk = Disk(events, journal, state)
+            return uvloop.run(_main(topology, paths, disk, observer))
+        finally:
+            journal.close(timeout_s=_FLUSH_S)
+            events.close(timeout_s=_FLUSH_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """What was opened on disk before the loop runs."""
+
+    events: EventLog
+    journal: Journal
+    state: JournalState
+
+
+async def _main(topology: Topology, paths: StatePaths, disk: Disk, observer: RunObserver) -> int:
+    events = disk.events
+    watcher, lag = ExitWatcher(), LoopLag()
+    metrics = Metrics(topology, version=__version__)
+    services = Services(
+        topology, paths, state_id_of(paths.root), watcher, events, metrics, observer
+    )
+    runtime = SupervisorRuntime(services, disk.journal, disk.state, lag)
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(sig, runtime.stop_requested.set)
+    lag.start()
+    told = asyncio.create_task(_tell(events, observer))
+    listener = listen_tcp(topology.admin.listen.host, topology.admin.listen.port)
+    runtime.admin_address = _address(listener)
+    admin = AdminServer(
+        RuntimeController(runtime), events, metrics, paths.root, listener, topology.admin.auth
+    )
+    try:
+        await admin.start()
+        await runtime.start()
+        gc.collect()
+        gc.freeze()  # what lives now lives long: later collections stay short
+        await runtime.stop_requested.wait()
+    finally:
+        await runtime.shut_down()
+        await admin.stop()
+        told.cancel()
+        watcher.close()
+        lag.stop()
+    events.append("stopped", f"{topology.name} has stopped")
+    return 0
+
+
+async def _tell(events: EventLog, observer: RunObserver) -> None:
+    """Show every event to whoever watches this run."""
+    async for event in events.subscribe():
+        observer.event(event)
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

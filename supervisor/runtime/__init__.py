@@ -1,0 +1,1 @@
+"""The runtime: owns the processes, takes snapshots, performs what the core decides."""

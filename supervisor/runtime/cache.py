@@ -1,0 +1,237 @@
+"""The cache daemon of a group, and the supervisor's own hold on its memory.
+
+The supervisor keeps a duplicate of every descriptor (weights, KV, slot table) and the manifest.
+When the daemon dies, its successor is handed the same memory (`donate`): nothing is read from
+disk, engines keep what they have mapped, and later failovers still adopt.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from cache.errors import RemoteError, UnderstudyError
+from cache.protocol import (
+    PROTOCOL,
+    VERSION,
+    Attach,
+    Attached,
+    CacheStatus,
+    Donate,
+    HelloReply,
+    KvOpen,
+    KvOpened,
+    Load,
+    LoadSpec,
+    Manifest,
+    Progress,
+)
+from cache.wire import Event
+from engines.contract import Descriptors
+from supervisor.core.restart import RestartPolicy
+from supervisor.errors import DeadlineExceededError, StartFailedError
+from supervisor.process import ExitEvidence
+from supervisor.runtime.services import Services, python_module
+from supervisor.runtime.unit import Unit
+
+__all__ = ["CacheUnit", "Held"]
+
+_START_S: Final = 15.0
+_CALL_S: Final = 10.0
+
+
+@dataclass
+class Held:
+    """Descriptors of the memory, and what they are. Order as in `cache.protocol.Donate`."""
+
+    manifest: Manifest
+    weights: list[int]
+    kv: KvOpened | None = None
+    kv_fds: list[int] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        for fd in (*self.weights, *self.kv_fds):
+            os.close(fd)
+        self.weights, self.kv_fds, self.kv = [], [], None
+
+
+class CacheUnit(Unit):
+    """Starts the daemon, has it load or donates to it, and holds its memory."""
+
+    kind = "cache"
+
+    def __init__(
+        self,
+        services: Services,
+        *,
+        group: str,
+        load: LoadSpec,
+        load_timeout_s: float,
+        policy: RestartPolicy,
+        on_change: Callable[[], None],
+    ) -> None:
+        super().__init__(
+            services, name=f"cache-{group}", group=group, policy=policy, on_change=on_change
+        )
+        self.load = load
+        self.status: CacheStatus | None = None
+        self.held: Held | None = None
+        self.is_starting = False
+        self._load_timeout_s = load_timeout_s
+        self._changed = asyncio.Event()
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether engines can attach now."""
+        return self.is_alive and self.status is not None and self.status.state == "serving"
+
+    async def start(self) -> None:
+        """Spawn the daemon and bring it to serve: by donation if we hold the memory, else by load.
+
+        Raises:
+            StartFailedError, DeadlineExceededError: it did not come up, or loading failed.
+        """
+        self.is_starting = True
+        try:
+            self.begin()
+            self.status = None
+            socket = self.services.paths.cache(self.group)
+            self.spawn_process(
+                python_module(
+                    "cache.daemon", "--socket", str(socket), "--instance", self.instance,
+                    "--device", self.load.device, "--load-timeout", f"{self._load_timeout_s:g}",
+                ),
+                with_model=True,
+            )  # fmt: skip
+            await self.join(timeout_s=_START_S)
+            if self.held is not None:
+                await self._donate(self.held)
+            else:
+                await self._load()
+            await self.hold()
+        finally:
+            self.is_starting = False
+        self._on_change()
+
+    async def join(self, *, timeout_s: float) -> None:
+        """Connect to the daemon (just spawned, or adopted)."""
+        raw = await self.connect(
+            self.services.paths.cache(self.group),
+            PROTOCOL,
+            VERSION,
+            timeout_s=timeout_s,
+            on_event=self._event,
+        )
+        hello = msgspec.json.decode(raw, type=HelloReply)
+        if hello.instance != self.instance:
+            raise StartFailedError(f"{self.name}: {hello.instance} answers at its socket")
+        await self.refresh()
+
+    async def refresh(self) -> CacheStatus:
+        """Ask for the newest status."""
+        raw = await self.call("status", timeout_s=_CALL_S)
+        return self._take(msgspec.json.decode(raw, type=CacheStatus))
+
+    async def _load(self) -> None:
+        raw = await self.call("load", Load(self.load), timeout_s=_CALL_S)
+        self._take(msgspec.json.decode(raw, type=CacheStatus))
+        await self._wait_serving()
+        assert self.status is not None  # noqa: S101 - serving
+        self.emit("weights_loaded", f"{self.name} holds {self.status.weights_bytes} bytes",
+                  bytes=self.status.weights_bytes, took_s=self.status.load_s)  # fmt: skip
+
+    async def _donate(self, held: Held) -> None:
+        begun_ns = time.monotonic_ns()
+        assert self.client is not None  # noqa: S101 - just joined
+        raw, fds = await self.client.call(
+            "donate",
+            Donate(held.manifest, self.load, held.kv),
+            fds=[*held.weights, *held.kv_fds],
+            timeout_s=_CALL_S,
+        )
+        for fd in fds:
+            os.close(fd)
+        self._take(msgspec.json.decode(raw, type=CacheStatus))
+        await self._wait_serving()
+        took_ms = (time.monotonic_ns() - begun_ns) / 1e6
+        self.emit("memory_donated", f"{self.name} serves the same memory again",
+                  took_ms=round(took_ms, 3))  # fmt: skip
+
+    async def _wait_serving(self) -> None:
+        deadline = time.monotonic() + self._load_timeout_s
+        while self.status is None or self.status.state == "loading":
+            if self.died.done():
+                raise self.start_failure()
+            if (remaining_s := deadline - time.monotonic()) <= 0:
+                raise DeadlineExceededError("loading the weights", timeout_s=self._load_timeout_s)
+            self._changed.clear()
+            await self.change_or_death(self._changed, timeout_s=remaining_s)
+        if self.status.error is not None and self.status.state != "serving":
+            raise RemoteError(self.status.error)
+
+    async def hold(self) -> None:
+        """Take duplicates of everything that the daemon serves and that we do not hold yet."""
+        status = await self.refresh()
+        if status.state != "serving" or status.fingerprint is None:
+            return
+        if self.held is None:
+            attach = Attach(self.load, status.fingerprint, timeout_s=_CALL_S)
+            raw, fds = await self.call_with_fds("attach", attach, timeout_s=_CALL_S)
+            self.held = Held(msgspec.json.decode(raw, type=Attached).manifest, fds)
+        if self.held.kv is None and status.kv is not None:
+            raw, fds = await self.call_with_fds("kv.open", KvOpen(status.kv), timeout_s=_CALL_S)
+            self.held.kv, self.held.kv_fds = msgspec.json.decode(raw, type=KvOpened), fds
+
+    def take_donation(self, found: Descriptors, fds: list[int]) -> None:
+        """Hold what an engine gave us, because daemon and former supervisor are both gone."""
+        count = len(found.manifest.extent_bytes)
+        self.held = Held(found.manifest, fds[:count], found.kv, fds[count:])
+
+    def on_death(self, evidence: ExitEvidence) -> None:
+        """Engines go on; the memory lives as long as anybody holds it."""
+        self.status = None
+        self._changed.set()
+        self.emit("cache_died", f"{self.name} died", pid=evidence.process.pid)
+        self.services.metrics.restart(kind="cache", group=self.group, name=self.name)
+        self.after_death(was_ours=self.services.is_stopping)
+
+    def close(self) -> None:
+        """Let go of the memory; without engines and daemon it is free now."""
+        if self.held is not None:
+            self.held.close()
+            self.held = None
+
+    def _take(self, status: CacheStatus) -> CacheStatus:
+        self.status = status
+        self.services.metrics.set_cache(self.group, status)
+        self._changed.set()
+        return status
+
+    def _event(self, event: Event, fds: list[int]) -> None:
+        for fd in fds:
+            os.close(fd)
+        if event.name == "state":
+            self._take(msgspec.json.decode(event.params, type=CacheStatus))
+            if self.status is not None and self.status.kv is not None:
+                self.in_background(self._hold_quietly())
+        elif event.name == "progress":
+            self._report(msgspec.json.decode(event.params, type=Progress))
+
+    async def _hold_quietly(self) -> None:
+        with contextlib.suppress(UnderstudyError):  # the next state event tries again
+            await self.hold()
+
+    def _report(self, progress: Progress) -> None:
+        self.services.observer.loading(
+            self.group,
+            progress.bytes_done,
+            progress.bytes_total,
+            progress.bytes_per_s,
+            progress.eta_s,
+        )

@@ -1,0 +1,290 @@
+"""What an operator may order: switchover, failover, evict, resume, freeze, thaw, restart.
+
+Every command checks its preconditions under the group's lock, says in the error what to do
+instead, and returns an operation with measured phases. Repeating a command that is already
+fulfilled is not an error.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from signal import SIGCONT, SIGSTOP
+from typing import Final
+
+from supervisor.core.states import ALIVE, EngineState, StateEvent
+from supervisor.core.verdict import Verdict
+from supervisor.errors import (
+    ConflictError,
+    NotFoundError,
+    PreconditionError,
+    StartFailedError,
+)
+from supervisor.runtime.engine import EngineUnit
+from supervisor.runtime.gateways import CUT_ACK_S
+from supervisor.runtime.group import GroupRuntime
+from supervisor.runtime.operations import OpenOperation
+
+__all__ = ["GroupCommands"]
+
+_S = EngineState
+_LOCK_S: Final = 5.0
+_FAILOVER_S: Final = 10.0
+_FIRST_TOKEN_S: Final = 1.0
+_MEMORY_BACK_S: Final = 30.0
+_STOPPED_S: Final = 0.5
+
+
+class GroupCommands:
+    """Commands for one group."""
+
+    def __init__(self, group: GroupRuntime) -> None:
+        self._group = group
+
+    # ------------------------------------------------------------------ checks
+
+    @asynccontextmanager
+    async def _exclusive(self) -> AsyncIterator[None]:
+        """The group's lock, waited for a moment: a recovery is short."""
+        try:
+            async with asyncio.timeout(_LOCK_S):
+                await self._group.lock.acquire()
+        except TimeoutError:
+            raise ConflictError(
+                f"another operation on {self._group.name} is under way",
+                hint="see 'supervisor history', and try again",
+            ) from None
+        try:
+            yield
+        finally:
+            self._group.lock.release()
+            self._group.reconcile()
+
+    def _refuse_while_paused(self) -> None:
+        if self._group.services.is_paused:
+            raise PreconditionError(
+                "paused: no process is signalled or started", hint="run 'supervisor unpause' first"
+            )
+
+    def check_epoch(self, expected: int | None) -> None:
+        """Refuse a caller whose view is old.
+
+        Raises:
+            ConflictError: the group has moved on.
+        """
+        if expected is not None and expected != self._group.epoch:
+            raise ConflictError(
+                f"{self._group.name} is at epoch {self._group.epoch}, not {expected}",
+                hint="look at 'supervisor status' and decide again",
+                details={"epoch": self._group.epoch},
+            )
+
+    def successor(self, to: str | None) -> EngineUnit:
+        """The standby that would take over.
+
+        Raises:
+            NotFoundError, PreconditionError: no such engine, or none that may be promoted.
+        """
+        standbys = self._group.standbys
+        if to is not None:
+            unit = next((e for e in self._group.engines if e.name == to), None)
+            if unit is None:
+                raise NotFoundError(f"{self._group.name} has no engine {to!r}")
+            if unit not in standbys:
+                raise PreconditionError(
+                    f"{to} is {unit.state}, only a standby can be promoted",
+                    hint="wait until 'supervisor status' shows it as standby",
+                )
+            return unit
+        if not standbys:
+            raise PreconditionError(
+                f"{self._group.name} has no standby now",
+                hint="wait until 'supervisor status' shows one",
+            )
+        return standbys[0]
+
+    def check_switchover(self, to: str | None) -> EngineUnit:
+        """Everything that must hold before a switchover; returns the successor."""
+        self._refuse_while_paused()
+        if self._group.primary is None:
+            raise PreconditionError(
+                f"{self._group.name} has no primary to switch from", hint="see 'supervisor status'"
+            )
+        return self.successor(to)
+
+    # ---------------------------------------------------------------- takeover
+
+    async def switch_over(self, to: str | None, expected_epoch: int | None) -> OpenOperation:
+        """Planned switchover: hand all slots to the standby."""
+        async with self._exclusive():
+            self.check_epoch(expected_epoch)
+            successor = self.check_switchover(to)
+            operation = await self._group.recovery.switch_over(successor, cause="operator")
+        await self._await_first_token(operation)
+        return operation
+
+    async def fail_over(self, to: str | None, expected_epoch: int | None) -> OpenOperation:
+        """Forced failover: kill the primary, promote the standby."""
+        group = self._group
+        async with self._exclusive():
+            self.check_epoch(expected_epoch)
+            group.preferred = self.check_switchover(to).name
+            primary, epoch = group.primary, group.epoch
+            assert primary is not None  # noqa: S101 - checked under the lock
+            primary.death_was_ours = True
+            primary.judge(Verdict.DEAD, "a failover was ordered")
+        done = await group.wait_until(
+            lambda: group.epoch > epoch and group.is_serving, timeout_s=_FAILOVER_S
+        )
+        operation = group.operations.newest(group.name, "failover")
+        if not done or operation is None:
+            raise StartFailedError(
+                f"{group.name} has no new primary after {_FAILOVER_S:g} s",
+                hint="see 'supervisor events'",
+            )
+        await self._await_first_token(operation)
+        return operation
+
+    async def _await_first_token(self, operation: OpenOperation) -> None:
+        """Streams were cut: give their first token a moment, so that the answer has the figure."""
+        if operation.cut_streams:
+            await self._group.wait_until(
+                lambda: "first_token" in operation.phases_ms, timeout_s=_FIRST_TOKEN_S
+            )
+
+    # ------------------------------------------------------------------- batch
+
+    def _batch(self, name: str) -> EngineUnit:
+        unit = self._group.engine(name)
+        if not unit.is_batch:
+            raise PreconditionError(
+                f"{name} is no batch engine", hint="only batch engines give way; see 'promote'"
+            )
+        return unit
+
+    async def evict(self, name: str, *, hold: bool, cause: str = "operator") -> OpenOperation:
+        """Kill the batch engine and wait until its memory is back."""
+        group = self._group
+        async with self._exclusive():
+            unit = self._batch(name)
+            self._refuse_while_paused()
+            operation = group.operations.open("evict", group=group.name, engine=name, cause=cause)
+            operation.text = f"evict {name}"
+            unit.is_held = hold
+            if unit.state in ALIVE:
+                handle, unit.death_was_ours = unit.handle, True
+                unit.apply(StateEvent.CONDEMNED)
+                operation.cut_streams = await group.fleet.push(timeout_s=CUT_ACK_S)
+                await unit.fence(timeout_s=_MEMORY_BACK_S)
+                operation.phase("fence")
+                if handle is not None:
+                    await handle.wait_reaped(timeout_s=_MEMORY_BACK_S)
+                operation.phase("memory")
+                unit.confirm_dead()
+            if unit.state is not _S.EVICTED:
+                unit.apply(StateEvent.EVICTION_COMPLETED)
+            operation.finish("done")
+        total_s = operation.phases_ms["total"] / 1000
+        group.services.metrics.eviction(group.name, name, "done", total_s)
+        group.services.metrics.batch_action(group.name, "evict", "done", total_s)
+        unit.emit("evicted", f"{name} was evicted", phases_ms=operation.rounded_ms())
+        return operation
+
+    async def resume(self, name: str, *, cause: str = "operator") -> OpenOperation:
+        """Start an evicted (or given up) engine again and wait until it serves."""
+        group = self._group
+        unit = group.engine(name)
+        self._refuse_while_paused()
+        operation = group.operations.open("resume", group=group.name, engine=name, cause=cause)
+        operation.text = f"resume {name}"
+        if unit.state is _S.FROZEN:
+            self._thaw(unit)
+        elif unit.state in (_S.EVICTED, _S.FATAL):
+            unit.record = unit.record.forgiven()
+            unit.is_held = False
+            unit.apply(StateEvent.RESUMED)
+        group.reconcile()
+        wanted = {_S.BATCH} if unit.is_batch else {_S.STANDBY, _S.PRIMARY}
+        done = await group.wait_until(
+            lambda: unit.state in wanted or unit.state is _S.FATAL,
+            timeout_s=group.settings.health.start_timeout,
+        )
+        operation.phase("start")
+        if not done or unit.state is _S.FATAL:
+            operation.finish("failed", error=unit.failure)
+            raise StartFailedError(
+                f"{name} did not come back: {unit.failure or unit.state}",
+                hint=f"see {unit.log_path}",
+            )
+        operation.finish("done")
+        total_s = operation.phases_ms["total"] / 1000
+        if unit.is_batch:
+            group.services.metrics.batch_action(group.name, "resume", "done", total_s)
+        unit.emit("resumed", f"{name} is back", phases_ms=operation.rounded_ms())
+        return operation
+
+    async def freeze(self, name: str, *, cause: str = "operator") -> OpenOperation:
+        """Stop the batch engine's compute at once; its memory stays."""
+        group = self._group
+        async with self._exclusive():
+            unit = self._batch(name)
+            self._refuse_while_paused()
+            operation = group.operations.open("freeze", group=group.name, engine=name, cause=cause)
+            operation.text = f"freeze {name}"
+            if unit.state is not _S.FROZEN:
+                if unit.state is not _S.BATCH or unit.handle is None:
+                    raise PreconditionError(
+                        f"{name} is {unit.state}, only a serving batch engine can be frozen"
+                    )
+                unit.apply(StateEvent.FROZEN)
+                unit.handle.send_signal(SIGSTOP)
+                await unit.wait_stopped(timeout_s=_STOPPED_S)
+            operation.phase("freeze")
+            operation.finish("done")
+        total_s = operation.phases_ms["total"] / 1000
+        group.services.metrics.batch_action(group.name, "freeze", "done", total_s)
+        return operation
+
+    async def thaw(self, name: str, *, cause: str = "operator") -> OpenOperation:
+        """Let a frozen batch engine go on."""
+        group = self._group
+        async with self._exclusive():
+            unit = self._batch(name)
+            self._refuse_while_paused()
+            operation = group.operations.open("thaw", group=group.name, engine=name, cause=cause)
+            operation.text = f"thaw {name}"
+            if unit.state is _S.FROZEN:
+                self._thaw(unit)
+            elif unit.state is not _S.BATCH:
+                raise PreconditionError(f"{name} is {unit.state}, not frozen",
+                                        hint=f"see 'supervisor resume {name}'")  # fmt: skip
+            operation.phase("thaw")
+            operation.finish("done")
+        total_s = operation.phases_ms["total"] / 1000
+        group.services.metrics.batch_action(group.name, "thaw", "done", total_s)
+        return operation
+
+    @staticmethod
+    def _thaw(unit: EngineUnit) -> None:
+        if unit.handle is not None:
+            unit.handle.send_signal(SIGCONT)
+        unit.void_samples()
+        unit.apply(StateEvent.THAWED)
+
+    # ----------------------------------------------------------------- restart
+
+    async def restart(self, name: str) -> OpenOperation:
+        """Replace an engine's process. A primary is switched over first, by the operator."""
+        group = self._group
+        unit = group.engine(name)
+        if unit.state in (_S.EVICTED, _S.FATAL):
+            return await self.resume(name)
+        async with self._exclusive():
+            self._refuse_while_paused()
+            if unit is group.primary:
+                raise PreconditionError(
+                    f"{name} is the primary", hint="run 'supervisor promote' first, then restart it"
+                )
+            if unit.state in ALIVE:
+                unit.death_was_ours = True
+                await group.fence_engine(unit)
+        return await self.resume(name)

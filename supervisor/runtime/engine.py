@@ -1,0 +1,304 @@
+"""One configured engine: starts instances of it, keeps its state by the table, samples it."""
+
+import asyncio
+import contextlib
+import mmap
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from cache.protocol import LoadSpec
+from cache.wire import Event
+from engines.contract import (
+    CONTROL_PROTOCOL,
+    CONTROL_VERSION,
+    Assume,
+    Assumed,
+    CanaryResult,
+    EngineSpec,
+    EngineStatus,
+    ProgressPage,
+    Role,
+)
+from supervisor.core.restart import RestartPolicy
+from supervisor.core.states import ALIVE, EngineState, Facts, StateEvent, next_state
+from supervisor.core.verdict import ProgressJudge, Sample, Verdict
+from supervisor.errors import DeadlineExceededError, StartFailedError, UnderstudyError
+from supervisor.gateway.protocol import RouteTarget
+from supervisor.process import ExitEvidence, read_sched, read_threads
+from supervisor.runtime.services import Services, python_module
+from supervisor.runtime.unit import Unit
+from supervisor.runtime.zygote import ZygoteUnit
+from supervisor.topology.schema import Engine, EngineRole, Group
+
+__all__ = ["EngineUnit"]
+
+_STORY_LENGTH: Final = 40
+_BATCH_NICENESS: Final = 10
+_FORK_S: Final = 10.0
+
+
+class EngineUnit(Unit):
+    """An engine of the topology, through all its lives."""
+
+    kind = "engine"
+
+    def __init__(
+        self,
+        services: Services,
+        group: Group,
+        engine: Engine,
+        *,
+        load: LoadSpec,
+        policy: RestartPolicy,
+        on_change: Callable[[], None],
+    ) -> None:
+        super().__init__(
+            services, name=engine.name, group=group.name, policy=policy, on_change=on_change
+        )
+        self.settings = engine
+        self.is_batch = engine.role is EngineRole.BATCH
+        self.state = EngineState.ABSENT
+        self.verdict = Verdict.HEALTHY
+        self.status: EngineStatus | None = None
+        self.canary: CanaryResult | None = None
+        self.is_proven = True
+        self.is_held = False  # evicted by the operator with --hold
+        self.death_was_ours = False
+        self.failure = ""
+        self.role_epoch = 0  # the epoch under which the current instance got its role
+        self._group = group
+        self._load = load
+        self._story: deque[str] = deque(maxlen=_STORY_LENGTH)
+        self._page: ProgressPage | None = None
+        self._page_map: mmap.mmap | None = None
+        self._changed = asyncio.Event()
+        self._judge = self._new_judge()
+
+    def _new_judge(self) -> ProgressJudge:
+        health = self._group.health
+        return ProgressJudge(hang_after_s=health.hang_after, interval_s=health.interval)
+
+    # ------------------------------------------------------------------- state
+
+    def apply(self, event: StateEvent, facts: Facts | None = None) -> None:
+        """Move by the transition table.
+
+        Raises:
+            IllegalTransitionError: a bug of ours; the engine keeps its state.
+        """
+        old = self.state
+        self.state = next_state(
+            old, event, facts or Facts(), engine=self.name, story="; ".join(self._story)
+        )
+        self._story.append(f"{old} --{event}--> {self.state}")
+        self.services.metrics.set_engine(self.group, self.name, self.state, self.verdict)
+        self.emit("engine_state", f"{self.name} is {self.state}", state=self.state, was=old,
+                  instance=self.instance, pid=self.pid)  # fmt: skip
+
+    def judge(self, verdict: Verdict, reason: str = "") -> None:
+        """Set the verdict; a change is an event."""
+        if verdict is self.verdict:
+            return
+        was, self.verdict = self.verdict, verdict
+        self.services.metrics.set_engine(self.group, self.name, self.state, verdict)
+        worse = {Verdict.DEGRADED, Verdict.HUNG, Verdict.DEAD}
+        if verdict in worse or was in worse:
+            text = f"{self.name} is {verdict}" + (f": {reason}" if reason else "")
+            self.emit("verdict", text, verdict=verdict, was=was)
+
+    def target(self, epoch: int) -> RouteTarget:
+        """How a gateway reaches the current instance."""
+        path = self.services.paths.generate(self.instance)
+        return RouteTarget(self.instance, str(path), epoch)
+
+    # ------------------------------------------------------------------- start
+
+    async def start(self, zygote: ZygoteUnit | None, *, load_timeout_s: float) -> None:
+        """Fork (or spawn, when there is no zygote) a new instance and wait until it is proven.
+
+        Raises:
+            UnderstudyError: it did not come up; the caller fences what is left of it.
+        """
+        self.apply(StateEvent.SPAWNED)
+        instance = self.begin()
+        self._forget()
+        spec = self._spec(instance, load_timeout_s)
+        if zygote is not None and zygote.is_ready:
+            log_fd = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                process = await zygote.fork(spec, self.marker().value(), log_fd, timeout_s=_FORK_S)
+            finally:
+                os.close(log_fd)
+            self.take(process, instance)
+        else:
+            path = self.services.paths.spec(instance)
+            path.write_bytes(msgspec.json.encode(spec))
+            self.spawn_process(python_module("engines.native", str(path)), with_model=True)
+        await self.join(timeout_s=self._group.health.start_timeout)
+        await self._wait_ready(self._group.health.start_timeout + load_timeout_s)
+        took_s = time.monotonic() - self.started_s
+        attach_ms = self.status.attach_ms if self.status is not None else None
+        self.emit("engine_ready", f"{self.name} is attached", took_s=round(took_s, 3),
+                  attach_ms=attach_ms, instance=instance, pid=self.pid)  # fmt: skip
+
+    async def join(self, *, timeout_s: float) -> None:
+        """Connect to the current instance and map its progress page."""
+        raw = await self.connect(
+            self.services.paths.control(self.instance),
+            CONTROL_PROTOCOL,
+            CONTROL_VERSION,
+            timeout_s=timeout_s,
+            on_event=self._event,
+        )
+        self._take_status(msgspec.json.decode(raw, type=EngineStatus))
+        _, fds = await self.call_with_fds("progress.open", timeout_s=5.0)
+        try:
+            self._page_map = mmap.mmap(fds[0], ProgressPage.SIZE_BYTES, prot=mmap.PROT_READ)
+            self._page = ProgressPage(memoryview(self._page_map))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _spec(self, instance: str, load_timeout_s: float) -> EngineSpec:
+        group, kv = self._group, self.settings.kv
+        cache = group.cache
+        socket = cache.socket if cache.mode == "client" else self.services.paths.cache(group.name)
+        return EngineSpec(
+            name=self.name,
+            group=group.name,
+            instance=instance,
+            run_dir=str(self.services.paths.run),
+            cache_socket=None if cache.mode == "off" else str(socket),
+            load=self._load,
+            on_mismatch=cache.on_mismatch,
+            slots=kv.slots or group.kv.slots,
+            max_length=kv.max_length or group.kv.max_length,
+            private_kv=self.is_batch,
+            max_queue=group.max_queue,
+            adopt_grace_s=group.failover.adopt_grace,
+            attach_timeout_s=load_timeout_s,
+            ballast_bytes=self.settings.ballast,
+            niceness=_BATCH_NICENESS if self.is_batch else 0,
+        )
+
+    async def _wait_ready(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            state = self.status.state if self.status is not None else "starting"
+            if state != "starting":
+                break
+            if self.died.done():
+                raise self.start_failure()
+            if (remaining_s := deadline - time.monotonic()) <= 0:
+                raise DeadlineExceededError(f"{self.name} getting ready", timeout_s=timeout_s)
+            self._changed.clear()
+            await self.change_or_death(self._changed, timeout_s=remaining_s)
+        if state == "failed":
+            error = self.status.error if self.status is not None else ""
+            raise StartFailedError(
+                f"{self.name} could not start: {error}", hint=f"see {self.log_path}"
+            )
+
+    # -------------------------------------------------------------------- roles
+
+    async def assume(self, role: Role, epoch: int, *, timeout_s: float) -> Assumed:
+        """Tell the engine its role; it adopts or gives up the KV arena before it answers."""
+        raw = await self.call("assume", Assume(role, epoch), timeout_s=timeout_s)  # type: ignore[arg-type]
+        return msgspec.json.decode(raw, type=Assumed)
+
+    async def run_canary(self, *, timeout_s: float) -> CanaryResult:
+        """Ask the built-in question."""
+        raw = await self.call("canary", timeout_s=timeout_s)
+        self.canary = msgspec.json.decode(raw, type=CanaryResult)
+        return self.canary
+
+    # ------------------------------------------------------------------ watching
+
+    def sample(self) -> Verdict:
+        """One look at progress, stop state and scheduler; returns the verdict."""
+        if not self.is_alive or self.state not in ALIVE:
+            return self.verdict
+        if self.state in (EngineState.STARTING, EngineState.FROZEN) or self._page is None:
+            self._judge.void()
+            return Verdict.HEALTHY
+        assert self.pid is not None  # noqa: S101 - alive
+        sched = read_sched(self.pid).values()
+        sample = Sample(
+            at_ns=time.monotonic_ns(),
+            steps=self._page.get("steps"),
+            has_work=self._page.get("active") + self._page.get("queued") > 0,
+            is_stopped=self.is_stopped_by_signal,
+            on_cpu_ns=sum(s.on_cpu_ns for s in sched),
+            run_delay_ns=sum(s.run_delay_ns for s in sched),
+            is_runnable=any(t.state == "R" for t in read_threads(self.pid).values()),
+        )
+        return self._judge.observe(sample)
+
+    @property
+    def quiet_since_ns(self) -> int | None:
+        """When the silence began that the judge is looking at."""
+        return self._judge.quiet_since_ns
+
+    def void_samples(self) -> None:
+        """The supervisor was stalled: what was seen says nothing."""
+        self._judge.void()
+
+    @property
+    def queue_depth(self) -> int:
+        """Requests that wait for a slot, from the progress page."""
+        return self._page.get("queued") if self._page is not None else 0
+
+    @property
+    def active(self) -> int:
+        """Rows that decode, from the progress page."""
+        return self._page.get("active") if self._page is not None else 0
+
+    def on_death(self, evidence: ExitEvidence) -> None:
+        """Only the verdict: what follows is decided, not done here."""
+        self.judge(Verdict.DEAD, f"pid {evidence.process.pid} exited")
+        self._changed.set()
+
+    def confirm_dead(self) -> None:
+        """The fence is proven: keep the record, bury the instance."""
+        self.apply(StateEvent.FENCE_PROVEN)
+        self.services.metrics.restart(kind="engine", group=self.group, name=self.name)
+        self.after_death(was_ours=self.death_was_ours or self.services.is_stopping)
+        self.death_was_ours = False
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._page is not None:
+            self._page.release()
+            self._page = None
+        if self._page_map is not None:
+            with contextlib.suppress(BufferError):
+                self._page_map.close()
+            self._page_map = None
+        self.status = None
+        self.canary = None
+        self.is_proven = True
+        self.verdict = Verdict.HEALTHY
+        self._judge = self._new_judge()
+
+    def _event(self, event: Event, fds: list[int]) -> None:
+        for fd in fds:
+            os.close(fd)
+        if event.name == "state":
+            self._take_status(msgspec.json.decode(event.params, type=EngineStatus))
+
+    def _take_status(self, status: EngineStatus) -> None:
+        self.status = status
+        self._changed.set()
+
+    async def refresh(self, *, timeout_s: float) -> EngineStatus | None:
+        """Ask for the newest status; None when it does not answer."""
+        with contextlib.suppress(UnderstudyError):
+            raw = await self.call("status", timeout_s=timeout_s)
+            self._take_status(msgspec.json.decode(raw, type=EngineStatus))
+            return self.status
+        return None

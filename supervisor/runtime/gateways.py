@@ -1,0 +1,279 @@
+"""The gateway workers: one listening socket, any number of processes that serve it.
+
+The socket is bound once and inherited, so that a restarting worker refuses nobody: connections
+wait in the kernel's backlog. Routes are pushed as one table; during a recovery a worker that does
+not answer within `CUT_ACK_S` (it may be stopped) delays nobody.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import msgspec
+
+from cache.errors import UnderstudyError
+from cache.wire import Event
+from supervisor.core.restart import RestartPolicy
+from supervisor.errors import ConfigurationError
+from supervisor.gateway.protocol import (
+    PROTOCOL,
+    VERSION,
+    FirstToken,
+    GatewayLimits,
+    GatewaySpec,
+    GatewayStatus,
+    GroupRoute,
+    Routes,
+    RoutesAck,
+)
+from supervisor.process import ExitEvidence
+from supervisor.runtime.services import Services, python_module
+from supervisor.runtime.unit import Unit
+from supervisor.topology.schema import Gateway
+
+__all__ = ["CUT_ACK_S", "GatewayFleet", "GatewayUnit", "listen_tcp"]
+
+CUT_ACK_S: Final = 0.02
+"""How long a recovery waits for workers to confirm a cut (design: at most 20 ms)."""
+
+_PUSH_S: Final = 2.0
+_START_S: Final = 30.0
+_BACKLOG: Final = 1024
+
+
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """A bound, listening TCP socket.
+
+    Raises:
+        ConfigurationError: the address is taken or not ours.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigurationError(
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            hint="stop what uses the port (ss -ltnp shows it), or change the address",
+        ) from error
+    return sock
+
+
+class GatewayUnit(Unit):
+    """One worker."""
+
+    kind = "gateway"
+
+    def __init__(
+        self,
+        services: Services,
+        *,
+        index: int,
+        policy: RestartPolicy,
+        on_change: Callable[[], None],
+        on_first_token: Callable[[FirstToken], None],
+    ) -> None:
+        super().__init__(
+            services, name=f"gateway-{index}", group="", policy=policy, on_change=on_change
+        )
+        self.index = index
+        self.is_starting = False
+        self.status: GatewayStatus | None = None
+        self._on_first_token = on_first_token
+
+    async def start(self, listener: socket.socket, limits: GatewayLimits) -> None:
+        """Spawn a worker on the shared listener and wait until it answers.
+
+        Raises:
+            StartFailedError, DeadlineExceededError: it did not come up.
+        """
+        self.is_starting = True
+        try:
+            instance = self.begin()
+            control = self.services.paths.control(instance)
+            spec = GatewaySpec(instance, str(control), listener.fileno(), limits)
+            path = self.services.paths.spec(instance)
+            path.write_bytes(msgspec.json.encode(spec))
+            self.spawn_process(
+                python_module("supervisor.gateway", str(path)),
+                pass_fds=[listener.fileno()],
+                with_model=False,
+            )
+            await self.join(timeout_s=_START_S)
+        finally:
+            self.is_starting = False
+
+    async def join(self, *, timeout_s: float) -> None:
+        """Connect to the current instance."""
+        raw = await self.connect(
+            self.services.paths.control(self.instance),
+            PROTOCOL,
+            VERSION,
+            timeout_s=timeout_s,
+            on_event=self._event,
+        )
+        self.status = msgspec.json.decode(raw, type=GatewayStatus)
+
+    async def listener(self) -> socket.socket:
+        """The listening socket, from a worker that outlived its supervisor."""
+        _, fds = await self.call_with_fds("listener", timeout_s=2.0)
+        for extra in fds[1:]:
+            os.close(extra)
+        return socket.socket(fileno=fds[0])
+
+    def on_death(self, evidence: ExitEvidence) -> None:
+        """Its streams are lost with it; new connections wait for the next worker."""
+        self.emit("gateway_died", f"{self.name} died", pid=evidence.process.pid)
+        self.services.metrics.restart(kind="gateway", group="", name=self.name)
+        self.after_death(was_ours=self.services.is_stopping)
+
+    def _event(self, event: Event, fds: list[int]) -> None:
+        for fd in fds:
+            os.close(fd)
+        if event.name == "first_token":
+            self._on_first_token(msgspec.json.decode(event.params, type=FirstToken))
+        elif event.name == "stats":
+            self.status = msgspec.json.decode(event.params, type=GatewayStatus)
+            self.services.metrics.set_gateway(self.name, self.status)
+
+
+class GatewayFleet:
+    """All workers, and the route table that they share."""
+
+    def __init__(
+        self,
+        services: Services,
+        settings: Gateway,
+        *,
+        policy: RestartPolicy,
+        routes: Callable[[], list[GroupRoute]],
+        on_first_token: Callable[[FirstToken], None],
+        on_worker_death: Callable[[str], None],
+    ) -> None:
+        self._services = services
+        self._settings = settings
+        self._routes = routes
+        self._sequence = 0
+        self._on_worker_death = on_worker_death
+        self._known_instances: dict[str, str] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.listener: socket.socket | None = None
+        self.workers = [
+            GatewayUnit(
+                services,
+                index=index,
+                policy=policy,
+                on_change=self.reconcile,
+                on_first_token=on_first_token,
+            )
+            for index in range(settings.workers)
+        ]
+
+    @property
+    def address(self) -> str:
+        """Where clients connect: `host:port`, as bound."""
+        if self.listener is None:
+            return ""
+        host, port = self.listener.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def bind(self) -> None:
+        """Bind the listening socket, unless one was taken over from a living worker."""
+        if self.listener is None:
+            listen = self._settings.listen
+            self.listener = listen_tcp(listen.host, listen.port)
+
+    def adopt_sequence(self, status: GatewayStatus) -> None:
+        """Go on counting where the last supervisor stopped."""
+        self._sequence = max(self._sequence, status.sequence)
+
+    def reconcile(self) -> None:
+        """Start every worker that is not there and may come back."""
+        if self._services.is_stopping or self.listener is None:
+            return
+        for worker in self.workers:
+            known = self._known_instances.get(worker.name)
+            if known is not None and not worker.is_alive:
+                del self._known_instances[worker.name]
+                self._on_worker_death(known)
+            if worker.is_alive or worker.is_starting or self._services.is_paused:
+                continue
+            if worker.name not in self._tasks:
+                self._tasks[worker.name] = worker.in_background(self._start(worker))
+
+    async def _start(self, worker: GatewayUnit) -> None:
+        assert self.listener is not None  # noqa: S101 - checked by reconcile
+        limits = limits_of(self._settings)
+        try:
+            delay_s = max(0.0, worker.record.not_before_s - asyncio.get_running_loop().time())
+            await asyncio.sleep(delay_s)
+            await worker.start(self.listener, limits)
+            self._known_instances[worker.name] = worker.instance
+            worker.emit("gateway_ready", f"{worker.name} accepts connections", pid=worker.pid)
+            await self.push(timeout_s=_PUSH_S)
+        finally:
+            self._tasks.pop(worker.name, None)
+            if not worker.is_alive:
+                asyncio.get_running_loop().call_soon(self.reconcile)
+
+    def adopt(self, worker: GatewayUnit) -> None:
+        """Remember a worker that a former supervisor started."""
+        self._known_instances[worker.name] = worker.instance
+
+    async def push(self, *, timeout_s: float) -> int:
+        """Put the current table in force everywhere; returns how many streams were cut.
+
+        Workers that do not confirm in time are left behind: they get the table once they read.
+        """
+        self._sequence += 1
+        table = Routes(self._sequence, self._routes())
+        answers = await asyncio.gather(
+            *(self._push_one(w, table, timeout_s) for w in self.workers if w.client is not None)
+        )
+        return sum(answers)
+
+    async def _push_one(self, worker: GatewayUnit, table: Routes, timeout_s: float) -> int:
+        try:
+            raw = await worker.call("routes", table, timeout_s=timeout_s)
+        except UnderstudyError as error:
+            worker.emit("route_unconfirmed", f"{worker.name} did not confirm the routes: {error}")
+            return 0
+        return msgspec.json.decode(raw, type=RoutesAck).streams_cut
+
+    async def first_ready(self, *, timeout_s: float) -> bool:
+        """Wait until one worker answers."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while asyncio.get_running_loop().time() < deadline:
+            if any(w.client is not None for w in self.workers):
+                return True
+            await asyncio.sleep(0.02)
+        return False
+
+    def units(self) -> Iterable[GatewayUnit]:
+        """The workers, for status and stop."""
+        return iter(self.workers)
+
+    def close(self) -> None:
+        """Close the listening socket: from now on connections are refused."""
+        if self.listener is not None:
+            with contextlib.suppress(OSError):
+                self.listener.close()
+            self.listener = None
+
+
+def limits_of(settings: Gateway) -> GatewayLimits:
+    """The bounds of one worker, as the topology states them."""
+    return GatewayLimits(
+        max_body_bytes=settings.max_body,
+        max_connections=settings.max_connections,
+        max_parked=settings.max_parked,
+        park_timeout_s=settings.park_timeout,
+        resume_deadline_s=settings.resume_deadline,
+        client_timeout_s=settings.client_timeout,
+    )

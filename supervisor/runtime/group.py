@@ -1,0 +1,440 @@
+"""One group at run time: its units, snapshots of them, and the loop that performs decisions.
+
+`reconcile` is synchronous and cheap: snapshot -> `core.decide` -> start what was decided. Recovery
+runs as one task at a time under `lock`; chores run beside it, one per unit. Whatever finishes
+calls `reconcile` again, so no step needs to know the next.
+
+Invariants
+    1. At most one recovery or operator operation per group at a time (`lock`).
+    2. State moves by the table only (`EngineUnit.apply`); the runtime never sets it.
+    3. Routes are derived from states (`route`) and pushed whenever they differ from what was
+       pushed last; nobody assembles a route by hand.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+from cache.protocol import LoadSpec
+from engines.contract import ChildRecord, ReleaseGateway
+from supervisor.core.decide import (
+    AssignBatch,
+    AssignStandby,
+    Chore,
+    Decision,
+    EngineView,
+    Fence,
+    GiveUp,
+    GroupSnapshot,
+    StartCache,
+    StartEngine,
+    StartZygote,
+    decide,
+)
+from supervisor.core.states import EngineState, Facts, StateEvent
+from supervisor.core.verdict import Verdict
+from supervisor.errors import UnderstudyError
+from supervisor.gateway.protocol import FirstToken, GroupRoute
+from supervisor.process import FenceNotProvenError
+from supervisor.runtime.cache import CacheUnit
+from supervisor.runtime.engine import EngineUnit
+from supervisor.runtime.gateways import GatewayFleet
+from supervisor.runtime.operations import OperationLog
+from supervisor.runtime.recovery import Recovery
+from supervisor.runtime.services import Services, policy_of
+from supervisor.runtime.zygote import ZygoteUnit
+from supervisor.topology.schema import EngineRole, Group
+
+__all__ = ["GroupRuntime"]
+
+log = logging.getLogger(__name__)
+
+FENCE_S: Final = 2.0
+_ASSUME_S: Final = 5.0
+_PUSH_S: Final = 2.0
+_ZYGOTE_START_S: Final = 120.0
+_CANARY_S: Final = 30.0
+_SERVES_CLIENTS: Final = frozenset({EngineState.PRIMARY, EngineState.BATCH})
+
+
+class GroupRuntime:
+    """The running side of one group of the topology."""
+
+    def __init__(
+        self,
+        services: Services,
+        group: Group,
+        fleet: GatewayFleet,
+        operations: OperationLog,
+        *,
+        on_epoch: Callable[[], None],
+    ) -> None:
+        self.services = services
+        self.settings = group
+        self.name = group.name
+        self.fleet = fleet
+        self.operations = operations
+        self.on_epoch = on_epoch
+        self.epoch = 0
+        self.is_cut = False
+        self.golden: list[int] | None = None
+        self.preferred = next(e.name for e in group.engines if e.role is EngineRole.PRIMARY)
+        self.lock = asyncio.Lock()
+        self.changed = asyncio.Event()
+        self.start_failure: asyncio.Future[UnderstudyError] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self.judged_failovers: list[float] = []  # monotonic seconds
+        self._published: GroupRoute | None = None
+        self._chores: dict[str, asyncio.Task[None]] = {}
+        self._created = int(time.time())
+        self._sentence = ""
+        policy = policy_of(group.failover)
+        self.load = LoadSpec(
+            model_path=str(Path(group.model.path).resolve()),
+            dtype=group.model.dtype,
+            quantization=group.model.quantization,
+            revision=group.model.revision,
+            device=group.devices[0],
+        )
+        self.cache = (
+            CacheUnit(services, group=self.name, load=self.load, policy=policy,
+                      load_timeout_s=group.cache.load_timeout, on_change=self.reconcile)
+            if group.cache.mode == "daemon"
+            else None
+        )  # fmt: skip
+        self.zygote = ZygoteUnit(
+            services, name=f"zygote-{self.name}", group=self.name, policy=policy,
+            on_change=self.reconcile, on_exit_report=self._fork_reaped,
+        )  # fmt: skip
+        self.engines = [
+            EngineUnit(services, group, e, load=self.load, policy=policy, on_change=self.reconcile)
+            for e in group.engines
+        ]
+        self.recovery = Recovery(self)
+
+    # ------------------------------------------------------------------- facts
+
+    def engine(self, name: str) -> EngineUnit:
+        """The unit of that name (KeyError when there is none)."""
+        return next(e for e in self.engines if e.name == name)
+
+    @property
+    def primary(self) -> EngineUnit | None:
+        """The engine that serves now."""
+        return next((e for e in self.engines if e.state is EngineState.PRIMARY), None)
+
+    @property
+    def standbys(self) -> list[EngineUnit]:
+        """Engines that may be promoted."""
+        return [e for e in self.engines if e.state is EngineState.STANDBY]
+
+    @property
+    def batch(self) -> EngineUnit | None:
+        """The batch engine, when it serves (or would, were it not frozen)."""
+        states = (EngineState.BATCH, EngineState.FROZEN)
+        return next((e for e in self.engines if e.state in states), None)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether clients are answered."""
+        return self.primary is not None and not self.is_cut
+
+    @property
+    def state(self) -> str:
+        """`redundant`, `single` (no standby), or `down`."""
+        if not self.is_serving:
+            return "down"
+        wants = any(e.settings.role is EngineRole.STANDBY for e in self.engines)
+        return "redundant" if self.standbys or not wants else "single"
+
+    def route(self) -> GroupRoute:
+        """Where requests go, derived from the states."""
+        primary, batch = self.primary, self.batch
+        return GroupRoute(
+            group=self.name,
+            epoch=self.epoch,
+            max_length=self.settings.kv.max_length,
+            primary=primary.target(self.epoch) if primary and not self.is_cut else None,
+            has_batch=any(e.is_batch for e in self.engines),
+            batch=batch.target(batch.role_epoch) if batch else None,
+            created=self._created,
+        )
+
+    def is_judging_blocked(self) -> bool:
+        """Whether failovers by judgement have used up their intensity."""
+        since = time.monotonic() - self.settings.failover.period
+        self.judged_failovers = [t for t in self.judged_failovers if t > since]
+        return len(self.judged_failovers) >= self.settings.failover.intensity
+
+    def snapshot(self) -> GroupSnapshot:
+        """Everything that a decision depends on."""
+        zygote, cache, free = self.zygote, self.cache, self._is_free
+        return GroupSnapshot(
+            name=self.name,
+            epoch=self.epoch,
+            engines=tuple(
+                EngineView(
+                    name=e.name,
+                    is_batch=e.is_batch,
+                    state=e.state,
+                    verdict=e.verdict,
+                    may_start=e.may_start,
+                    has_given_up=e.record.has_given_up,
+                    is_proven=e.is_proven,
+                )
+                for e in self.engines
+            ),
+            preferred_primary=self.preferred,
+            is_paused=self.services.is_paused,
+            is_judging_blocked=self.is_judging_blocked(),
+            zygote_is_ready=zygote.is_ready,
+            zygote_may_start=not zygote.is_alive
+            and not zygote.record.has_given_up
+            and zygote.may_start
+            and free("zygote"),
+            zygote_has_given_up=zygote.record.has_given_up,
+            cache_may_start=cache is not None
+            and not cache.is_alive
+            and cache.may_start
+            and free("cache"),
+        )
+
+    # --------------------------------------------------------------- reconcile
+
+    def reconcile(self) -> None:
+        """Decide, and start what was decided. Called at every change and every sample."""
+        self.changed.set()
+        if self.services.is_stopping:
+            return
+        decision = decide(self.snapshot())
+        if decision.sentence not in (self._sentence, "no action"):
+            log.info("%s: %s epoch=%d", self.name, decision.sentence, self.epoch)
+        self._sentence = decision.sentence
+        if decision.recovery and not self.lock.locked():
+            self._start_recovery(decision)
+        for chore in decision.chores:
+            self._start_chore(chore)
+        self._publish_if_changed()
+        self._report()
+
+    def _start_recovery(self, decision: Decision) -> None:
+        if self._is_free("recovery"):
+            self._run("recovery", self.recovery.run(decision))
+
+    def _start_chore(self, chore: Chore) -> None:
+        match chore:
+            case StartCache():
+                self._run("cache", self._start_cache())
+            case StartZygote():
+                self._run("zygote", self._start_zygote())
+            case StartEngine(name):
+                self._run(name, self._start_engine(self.engine(name)))
+            case AssignStandby(name):
+                self._run(name, self._assign(self.engine(name), StateEvent.STANDBY_CONFIRMED))
+            case AssignBatch(name):
+                self._run(name, self._assign(self.engine(name), StateEvent.BATCH_CONFIRMED))
+            case Fence(name):
+                self._run(f"fence {name}", self.fence_engine(self.engine(name)))
+            case GiveUp(name):
+                unit = self.engine(name)
+                unit.apply(StateEvent.GIVEN_UP)
+                self._fail_start(unit.start_failure())
+
+    def _is_free(self, key: str) -> bool:
+        return key not in self._chores
+
+    def _run(self, key: str, work: Awaitable[None]) -> None:
+        if not self._is_free(key):
+            getattr(work, "close", lambda: None)()
+            return
+
+        async def supervised() -> None:
+            try:
+                await work
+            except UnderstudyError as error:
+                log.warning("%s: %s: %s", self.name, key, error)
+            except Exception:
+                log.exception("%s: %s failed", self.name, key)
+            finally:
+                self._chores.pop(key, None)
+                asyncio.get_running_loop().call_soon(self.reconcile)
+
+        self._chores[key] = asyncio.get_running_loop().create_task(supervised())
+
+    def _publish_if_changed(self) -> None:
+        route = self.route()
+        if route != self._published and not self.lock.locked():
+            self._published = route
+            self._run("publish", self._publish())
+
+    async def _publish(self) -> None:
+        await self.fleet.push(timeout_s=_PUSH_S)
+
+    def note_published(self) -> None:
+        """A recovery has pushed the current route itself."""
+        self._published = self.route()
+
+    # ------------------------------------------------------------------ chores
+
+    async def _start_cache(self) -> None:
+        assert self.cache is not None  # noqa: S101 - decided from it
+        try:
+            await self.cache.start()
+        except UnderstudyError as error:
+            self.cache.emit("cache_failed", f"{self.cache.name}: {error}")
+            self._fail_start(error)
+            if self.cache.is_alive:
+                await self.cache.fence(timeout_s=FENCE_S)
+            return
+        for engine in self.engines:
+            if engine.client is not None:
+                engine.in_background(engine.call("cache.rejoin", timeout_s=_ASSUME_S))
+
+    async def _start_zygote(self) -> None:
+        try:
+            await self.zygote.start(self.load, timeout_s=_ZYGOTE_START_S)
+        except UnderstudyError as error:
+            self.zygote.emit("zygote_failed", f"{self.zygote.name}: {error}")
+            if self.zygote.record.has_given_up:
+                self._fail_start(error)
+            if self.zygote.is_alive:
+                await self.zygote.fence(timeout_s=FENCE_S)
+
+    async def _start_engine(self, unit: EngineUnit) -> None:
+        zygote = self.zygote if self.zygote.is_ready else None
+        try:
+            await unit.start(zygote, load_timeout_s=self.settings.cache.load_timeout)
+            if await self.prove(unit):
+                unit.apply(StateEvent.PROVEN, Facts(known_answer_matches=True))
+            else:
+                unit.judge(Verdict.DEAD, "answers the canary wrongly")
+        except UnderstudyError as error:
+            unit.failure = str(error)
+            unit.emit("start_failed", f"{unit.name}: {error}")
+            if unit.state is EngineState.STARTING:
+                unit.judge(Verdict.DEAD, str(error))
+
+    async def prove(self, unit: EngineUnit, *, timeout_s: float = _CANARY_S) -> bool:
+        """Ask the canary; the first engine of the group sets the answer that all must give."""
+        result = await unit.run_canary(timeout_s=timeout_s)
+        if self.golden is None:
+            self.golden = result.token_ids
+        unit.is_proven = result.token_ids == self.golden
+        return unit.is_proven
+
+    async def _assign(self, unit: EngineUnit, event: StateEvent) -> None:
+        role = "batch" if event is StateEvent.BATCH_CONFIRMED else "standby"
+        try:
+            await unit.assume("batch" if role == "batch" else "standby", self.epoch,
+                              timeout_s=_ASSUME_S)  # fmt: skip
+        except UnderstudyError as error:
+            if unit.state is EngineState.READY:
+                unit.judge(Verdict.DEAD, f"did not become {role}: {error}")
+            return
+        if unit.state is EngineState.READY:
+            unit.role_epoch = self.epoch
+            unit.apply(event)
+        if self.cache is not None and self.cache.is_serving and not unit.is_batch:
+            self.cache.in_background(self.cache.hold())
+
+    async def fence_engine(self, unit: EngineUnit) -> None:
+        """Kill the engine's tree, wait for evidence, bury it.
+
+        Raises:
+            FenceNotProvenError: it may still act; the engine is UNKILLABLE now.
+        """
+        unit.apply(StateEvent.CONDEMNED)
+        try:
+            await unit.fence(timeout_s=FENCE_S)
+        except FenceNotProvenError as error:
+            unit.apply(StateEvent.FENCE_TIMED_OUT)
+            unit.emit("fence_not_proven", str(error))
+            raise
+        unit.confirm_dead()
+
+    # --------------------------------------------------------------- reactions
+
+    def _fork_reaped(self, record: ChildRecord) -> None:
+        for engine in self.engines:
+            handle = engine.handle
+            ours = engine.instance == record.instance
+            if handle is not None and ours and record.status is not None:
+                handle.report_exit(os.waitstatus_to_exitcode(record.status))
+
+    def gateway_died(self, instance: str) -> None:
+        """Nobody will resume the streams of that worker: free their slots."""
+        for engine in self.engines:
+            if engine.client is not None and engine.state in _SERVES_CLIENTS:
+                release = ReleaseGateway(instance)
+                engine.in_background(engine.call("release_gateway", release, timeout_s=_ASSUME_S))
+
+    def first_token(self, event: FirstToken) -> None:
+        """A gateway saw the first token behind a cut."""
+        operation = self.operations.waiting_for_token(self.name, event.epoch)
+        if operation is not None:
+            operation.first_token(event.monotonic_ns)
+            for phase in ("first_token", "total"):
+                seconds = operation.phases_ms[phase] / 1000
+                self.services.metrics.failover_phase(self.name, phase, seconds)
+            self.changed.set()
+
+    def set_epoch(self, epoch: int) -> None:
+        """A promotion was confirmed at this epoch."""
+        self.epoch = max(self.epoch, epoch)
+        self.on_epoch()
+
+    def _report(self) -> None:
+        metrics = self.services.metrics
+        metrics.set_epoch(self.name, self.epoch)
+        metrics.set_group_state(self.name, self.state)
+        metrics.set_primary_ready(self.name, self.is_serving)
+        metrics.set_standby_ready(self.name, bool(self.standbys))
+        metrics.set_zygote_up(self.name, self.zygote.is_ready)
+
+    def _fail_start(self, error: UnderstudyError) -> None:
+        if not self.start_failure.done():
+            self.start_failure.set_result(error)
+
+    @property
+    def start_limit_s(self) -> float:
+        """Longest time from start to service: loading, importing, starting an engine."""
+        return self.settings.cache.load_timeout + 2 * self.settings.health.start_timeout
+
+    def fleet_epochs(self) -> list[int]:
+        """Epochs of this group that gateway workers report."""
+        statuses = [w.status for w in self.fleet.workers if w.status is not None]
+        return [s.epochs.get(self.name, 0) for s in statuses]
+
+    def acknowledge(self) -> None:
+        """The operator has seen it: failovers by judgement are possible again."""
+        self.judged_failovers.clear()
+        self.services.events.append("acknowledged", f"{self.name} was acknowledged",
+                                    group=self.name)  # fmt: skip
+        self.reconcile()
+
+    async def cancel_chores(self) -> None:
+        """Stop what is under way; the units are ended by the caller."""
+        tasks = list(self._chores.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def wait_until(self, condition: Callable[[], bool], *, timeout_s: float) -> bool:
+        """Wait for a condition on this group; False when time runs out."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return False
+            self.changed.clear()
+            try:
+                async with asyncio.timeout(remaining_s):
+                    await self.changed.wait()
+            except TimeoutError:
+                return condition()
+        return True

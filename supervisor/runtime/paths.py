@@ -1,0 +1,63 @@
+"""Where things lie below a state directory. One place, so that two parts never disagree."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["StatePaths"]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePaths:
+    """Paths below one state directory (absolute)."""
+
+    root: Path
+
+    @property
+    def run(self) -> Path:
+        """Sockets and start files of living processes, mode 0700."""
+        return self.root / "run"
+
+    @property
+    def logs(self) -> Path:
+        """One log file per process name, mode 0700."""
+        return self.root / "logs"
+
+    def control(self, instance: str) -> Path:
+        """Control socket of a child."""
+        return self.run / f"{instance}.sock"
+
+    def generate(self, instance: str) -> Path:
+        """Generation socket of an engine."""
+        return self.run / f"{instance}.gen"
+
+    def http(self, instance: str) -> Path:
+        """HTTP socket of an engine."""
+        return self.run / f"{instance}.http"
+
+    def spec(self, instance: str) -> Path:
+        """Start file of a child that is spawned, not forked."""
+        return self.run / f"{instance}.json"
+
+    def cache(self, group: str) -> Path:
+        """Socket of the group's cache daemon: the same for every instance of it."""
+        return self.run / f"cache-{group}.sock"
+
+    def log(self, name: str) -> Path:
+        """Log file of a process; successive instances append to it."""
+        return self.logs / f"{name}.log"
+
+    def make(self) -> None:
+        """Create the folders, each 0700."""
+        for folder in (self.root, self.run, self.logs):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)
+
+    def forget(self, instance: str) -> None:
+        """Remove what a dead instance left in `run`."""
+        for path in (
+            self.control(instance),
+            self.generate(instance),
+            self.http(instance),
+            self.spec(instance),
+        ):
+            path.unlink(missing_ok=True)

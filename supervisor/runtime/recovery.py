@@ -1,0 +1,190 @@
+"""Recovery: performs ordered decisions and planned switchovers, and measures every phase.
+
+Invariants
+    1. Order: cut, fence, promote, verify, route. The first step that fails ends the recovery; the
+       group is looked at again and a new decision is taken.
+    2. Nothing slow is on the path: no fsync, no reap, no EOF, no disk, no daemon. The events that
+       are appended here are written by a thread.
+    3. Verification looks at a result that the standby produced beforehand; it asks nothing.
+"""
+
+import time
+from typing import TYPE_CHECKING, Final
+
+from supervisor.core.decide import CutRoute, Decision, Fence, Promote, PublishRoute, RecoveryAction
+from supervisor.core.states import SERVING, EngineState, Facts, StateEvent
+from supervisor.core.verdict import Verdict
+from supervisor.errors import PreconditionError, UnderstudyError
+from supervisor.runtime.gateways import CUT_ACK_S
+from supervisor.runtime.operations import OpenOperation
+
+if TYPE_CHECKING:
+    from supervisor.runtime.engine import EngineUnit
+    from supervisor.runtime.group import GroupRuntime
+
+__all__ = ["Recovery"]
+
+_ASSUME_S: Final = 2.0
+_DEMOTE_S: Final = 1.0
+_ROUTE_S: Final = 0.25
+
+
+class Recovery:
+    """Failovers and switchovers of one group."""
+
+    def __init__(self, group: "GroupRuntime") -> None:
+        self._group = group
+        self._loss: tuple[str, int] | None = None  # why and when the group lost its primary
+
+    # ---------------------------------------------------------------- failover
+
+    async def run(self, decision: Decision) -> None:
+        """Perform the recovery of a decision, in order, under the group's lock."""
+        group = self._group
+        async with group.lock:
+            operation = self._open(decision)
+            try:
+                for action in decision.recovery:
+                    await self._perform(action, operation)
+            except UnderstudyError as error:
+                operation.finish("failed", error=str(error))
+                group.services.events.append("recovery_failed", f"{operation.text}: {error}",
+                                             group=group.name, operation=operation.id)  # fmt: skip
+                self._count(operation, "failed")
+                return
+            self._done(operation)
+
+    def _open(self, decision: Decision) -> OpenOperation:
+        group = self._group
+        fenced = next((a.engine for a in decision.recovery if isinstance(a, Fence)), "")
+        promoted = next((a for a in decision.recovery if isinstance(a, Promote)), None)
+        if fenced:
+            self._loss = self._cause(group.engine(fenced))
+        cause, seen_ns = self._loss or ("start", time.monotonic_ns())
+        operation = group.operations.open(
+            "failover" if self._loss else "promotion", group=group.name,
+            engine=promoted.engine if promoted else fenced, cause=cause, started_ns=seen_ns,
+        )  # fmt: skip
+        operation.text = decision.sentence
+        operation.phase("detect")
+        return operation
+
+    def _cause(self, old: "EngineUnit") -> tuple[str, int]:
+        """Why the old primary goes, and when it was last seen alive and well."""
+        if old.death_was_ours:
+            return "forced", time.monotonic_ns()
+        if old.verdict is Verdict.HUNG:
+            self._group.judged_failovers.append(time.monotonic())
+            return "hung", old.quiet_since_ns or time.monotonic_ns()
+        return "dead", old.last_alive_ns or time.monotonic_ns()
+
+    async def _perform(self, action: RecoveryAction, operation: OpenOperation) -> None:
+        group = self._group
+        match action:
+            case CutRoute():
+                await self._cut(operation)
+            case Fence(name):
+                await group.fence_engine(group.engine(name))
+                operation.phase("fence")
+            case Promote(name, epoch):
+                await self._promote(group.engine(name), epoch, operation)
+            case PublishRoute():
+                await self._publish(operation)
+
+    async def _cut(self, operation: OpenOperation) -> None:
+        group = self._group
+        group.is_cut = True
+        operation.cut_streams = await group.fleet.push(timeout_s=CUT_ACK_S)
+
+    async def _promote(self, unit: "EngineUnit", epoch: int, operation: OpenOperation) -> None:
+        group = self._group
+        others = [e for e in group.engines if e is not unit and not e.is_batch]
+        unfenced = (*SERVING, EngineState.FENCING, EngineState.UNKILLABLE)
+        fenced = all(e.state not in unfenced for e in others)
+        unit.apply(StateEvent.PROMOTION_ORDERED, Facts(predecessor_fenced=fenced))
+        try:
+            assumed = await unit.assume("primary", epoch, timeout_s=_ASSUME_S)
+        except UnderstudyError as error:
+            unit.judge(Verdict.DEAD, f"did not take over: {error}")
+            raise
+        group.set_epoch(epoch)
+        operation.epoch = epoch
+        operation.phase("promote")
+        if not unit.is_proven:
+            unit.judge(Verdict.DEAD, "answers the canary wrongly")
+            raise PreconditionError(f"{unit.name} answers the canary wrongly")
+        unit.apply(StateEvent.PRIMARY_CONFIRMED, Facts(predecessor_fenced=True))
+        operation.phase("verify")
+        unit.emit("promoted", f"{unit.name} is primary of epoch {epoch}", epoch=epoch,
+                  adopted=len(assumed.adopted), map_ms=round(assumed.map_ms, 3),
+                  adopt_ms=round(assumed.adopt_ms, 3))  # fmt: skip
+
+    async def _publish(self, operation: OpenOperation) -> None:
+        group = self._group
+        group.is_cut = False
+        group.note_published()
+        await group.fleet.push(timeout_s=_ROUTE_S)
+        operation.phase("route")
+        self._loss = None
+
+    # -------------------------------------------------------------- switchover
+
+    async def switch_over(self, new: "EngineUnit", *, cause: str) -> OpenOperation:
+        """Hand every slot from the living primary to a standby; nothing drains, nothing breaks.
+
+        Called under the group's lock. When the old primary does not give up in time it is fenced
+        and the switchover goes on as a failover.
+
+        Raises:
+            UnderstudyError: the new one did not take over; a failover follows by itself.
+        """
+        group = self._group
+        old = group.primary
+        assert old is not None  # noqa: S101 - checked by the caller, under the lock
+        operation = group.operations.open(
+            "switchover", group=group.name, engine=new.name, cause=cause
+        )
+        operation.text = f"switchover from {old.name} to {new.name}"
+        operation.phase("detect")
+        epoch = group.epoch + 1
+        try:
+            await self._cut(operation)
+            await self._demote(old, epoch)
+            operation.phase("fence")
+            await self._promote(new, epoch, operation)
+            await self._publish(operation)
+        except UnderstudyError as error:
+            operation.finish("failed", error=str(error))
+            self._count(operation, "failed")
+            raise
+        self._done(operation)
+        return operation
+
+    async def _demote(self, old: "EngineUnit", epoch: int) -> None:
+        old.apply(StateEvent.DEMOTION_ORDERED)
+        try:
+            await old.assume("standby", epoch, timeout_s=_DEMOTE_S)
+        except UnderstudyError as error:
+            old.emit("demotion_failed", f"{old.name} did not give up its role: {error}")
+            await self._group.fence_engine(old)
+            return
+        old.apply(StateEvent.STANDBY_CONFIRMED)
+
+    # ----------------------------------------------------------------- account
+
+    def _done(self, operation: OpenOperation) -> None:
+        group = self._group
+        operation.finish("done")
+        group.services.events.append(
+            f"{operation.kind}_completed", operation.text, group=group.name,
+            operation=operation.id, epoch=operation.epoch, cause=operation.cause,
+            phases_ms=operation.rounded_ms(),
+        )  # fmt: skip
+        self._count(operation, "done")
+
+    def _count(self, operation: OpenOperation, outcome: str) -> None:
+        metrics, name = self._group.services.metrics, self._group.name
+        if operation.kind == "failover":
+            metrics.failover(name, operation.cause, outcome, operation.phases_s())
+        elif operation.kind == "switchover":
+            metrics.switchover(name, outcome, operation.phases_s())

@@ -1,0 +1,71 @@
+"""What every part of the runtime shares. Made once in `supervisor.daemon`."""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from supervisor.core.restart import RestartPolicy
+from supervisor.observe.events import EventLog
+from supervisor.observe.metrics import Metrics
+from supervisor.observe.observer import RunObserver
+from supervisor.process import ExitWatcher
+from supervisor.runtime.paths import StatePaths
+from supervisor.topology.schema import Failover, Topology
+
+__all__ = ["Services", "child_environment", "policy_of", "python_module"]
+
+_SINGLE_THREAD: Final = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Without these, imports start two to four threads, and a zygote must have exactly one."""
+
+_OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+"""Nothing is ever fetched while a service starts: what the checkpoint lacks is an error."""
+
+
+@dataclass
+class Services:
+    """Shared parts. `is_stopping` is set once and never cleared."""
+
+    topology: Topology
+    paths: StatePaths
+    state_id: str
+    watcher: ExitWatcher
+    events: EventLog
+    metrics: Metrics
+    observer: RunObserver
+    is_paused: bool = False
+    is_stopping: bool = False
+    cwd: Path = field(default_factory=Path.cwd)
+    owned_pids: set[int] = field(default_factory=set)  # processes that a handle will reap
+
+
+def policy_of(failover: Failover) -> RestartPolicy:
+    """The restart policy that a group's `failover` section describes."""
+    return RestartPolicy(
+        stable_after_s=failover.stable_after,
+        max_backoff_s=failover.max_backoff,
+        max_young_deaths=failover.max_young_deaths,
+    )
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """Command line of one of our own modules, with this interpreter."""
+    return [sys.executable, "-u", "-m", module, *arguments]
+
+
+def child_environment(*, with_model: bool) -> dict[str, str]:
+    """Environment of a child: ours, with our packages importable though nothing is installed."""
+    env = dict(os.environ)
+    root = str(Path(__file__).resolve().parents[2])
+    rest = env.get("PYTHONPATH", "")
+    if root not in rest.split(os.pathsep):
+        env["PYTHONPATH"] = f"{root}{os.pathsep}{rest}" if rest else root
+    if with_model:
+        env |= _SINGLE_THREAD | _OFFLINE
+    return env

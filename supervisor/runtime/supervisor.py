@@ -1,0 +1,255 @@
+"""The whole at run time: groups, gateways, journal; start, adopt, stop."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+from cache.errors import UnderstudyError
+from supervisor.core.restart import RestartPolicy
+from supervisor.errors import StartFailedError
+from supervisor.gateway.protocol import FirstToken, GroupRoute
+from supervisor.observe.journal import Journal, JournalState, ProcessRecord
+from supervisor.observe.looplag import LoopLag
+from supervisor.process import own_boot_id, reap_orphans
+from supervisor.runtime.adoption import adopt
+from supervisor.runtime.gateways import GatewayFleet, GatewayUnit
+from supervisor.runtime.group import GroupRuntime
+from supervisor.runtime.operations import OperationLog
+from supervisor.runtime.services import Services
+from supervisor.runtime.status import gateway_status, group_status
+from supervisor.runtime.unit import Unit
+from supervisor.runtime.watch import GroupWatch
+
+__all__ = ["SupervisorRuntime"]
+
+log = logging.getLogger(__name__)
+
+_EPOCHS_AHEAD: Final = 16
+"""The journal holds a ceiling: so many promotions need no disk."""
+
+_WORKER_POLICY: Final = RestartPolicy(
+    stable_after_s=5.0, max_backoff_s=10.0, max_young_deaths=10_000
+)
+"""Gateway workers never give up: without them nobody is answered."""
+
+_JANITOR_S: Final = 1.0
+_GRACE_S: Final = 3.0
+_FENCE_S: Final = 10.0
+_BURIAL_S: Final = 60.0
+
+
+class SupervisorRuntime:
+    """Everything that one supervisor runs."""
+
+    def __init__(
+        self, services: Services, journal: Journal, state: JournalState, lag: LoopLag
+    ) -> None:
+        self.services = services
+        self._journal = journal
+        self._saved = state
+        self._lag = lag
+        self.operations = OperationLog()
+        self.stop_requested = asyncio.Event()
+        self.is_ready = False
+        self.admin_address = ""
+        topology = services.topology
+        services.is_paused = state.paused
+        services.metrics.watch(events=services.events, journal=journal, loop_lag=lag)
+        self.fleet = GatewayFleet(
+            services,
+            topology.gateway,
+            policy=_WORKER_POLICY,
+            routes=self._routes,
+            on_first_token=self._first_token,
+            on_worker_death=self._gateway_died,
+        )
+        self.groups = [
+            GroupRuntime(services, g, self.fleet, self.operations, on_epoch=self.save)
+            for g in topology.groups
+        ]
+        for group in self.groups:
+            group.epoch = state.epochs.get(group.name, 0)
+        self._watches = [GroupWatch(g, lag) for g in self.groups]
+        self._janitor: asyncio.Task[None] | None = None
+        self._started_s = time.monotonic()
+
+    # ------------------------------------------------------------ start and stop
+
+    async def start(self) -> None:
+        """Adopt what is there, start the rest, wait until every group serves.
+
+        Raises:
+            UnderstudyError: something that is needed did not come up; the caller stops all.
+        """
+        found = await adopt(self)
+        if found.adopted or found.ended:
+            log.info("adopted %d, ended %d processes", len(found.adopted), len(found.ended))
+        self.fleet.bind()
+        self._janitor = asyncio.get_running_loop().create_task(self._keep_house())
+        self.fleet.reconcile()
+        for group, watch in zip(self.groups, self._watches, strict=True):
+            group.reconcile()
+            watch.start()
+        await self.fleet.push(timeout_s=2.0)
+        await asyncio.gather(*(self._first_service(g) for g in self.groups))
+        if not await self.fleet.first_ready(timeout_s=60.0):
+            raise StartFailedError(
+                "no gateway worker answers", hint=f"see {self.services.paths.logs}"
+            )
+        self.is_ready = True
+        self.save()
+        self.services.events.append("started", f"{self.services.topology.name} serves")
+        self.services.observer.ready(self.status())
+
+    async def _first_service(self, group: GroupRuntime) -> None:
+        """Wait until the group serves, it fails for good, or somebody stops us."""
+        stopped = asyncio.ensure_future(self.stop_requested.wait())
+        serving = asyncio.ensure_future(
+            group.wait_until(lambda: group.is_serving, timeout_s=group.start_limit_s)
+        )
+        waits: list[asyncio.Future[Any]] = [stopped, serving, group.start_failure]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            serving.cancel()
+        if group.is_serving or self.stop_requested.is_set():
+            return
+        if group.start_failure.done():
+            raise group.start_failure.result()
+        raise StartFailedError(
+            f"{group.name} does not serve after {group.start_limit_s:g} s",
+            hint=f"see {self.services.paths.logs}",
+        )
+
+    async def shut_down(self) -> None:
+        """Stop everything in order: gateways, engines, zygotes, caches. Nothing is left."""
+        self.services.is_stopping = True
+        self.services.events.append("stopping", f"{self.services.topology.name} is stopping")
+        for watch in self._watches:
+            watch.stop()
+        for group in self.groups:
+            await group.cancel_chores()
+        self.fleet.close()
+        await self._end_all(list(self.fleet.workers))
+        await self._end_all([e for g in self.groups for e in g.engines])
+        await self._end_all([g.zygote for g in self.groups])
+        await self._end_all([g.cache for g in self.groups if g.cache is not None])
+        for group in self.groups:
+            if group.cache is not None:
+                group.cache.close()
+        await asyncio.gather(*(u.settle(timeout_s=_BURIAL_S) for u in self.units()))
+        if self._janitor is not None:
+            self._janitor.cancel()
+        reap_orphans(self.services.owned_pids)
+        await asyncio.to_thread(self._sweep)
+        self.save()
+
+    async def _end_all(self, units: list[Unit]) -> None:
+        await asyncio.gather(*(self._end(u) for u in units))
+
+    async def _end(self, unit: Unit) -> None:
+        handle = unit.handle
+        if handle is None:
+            return
+        with contextlib.suppress(UnderstudyError):
+            await handle.terminate(grace_s=_GRACE_S)
+        try:
+            await unit.fence(timeout_s=_FENCE_S)
+        except UnderstudyError as error:
+            log.error("%s", error)  # noqa: TRY400 - the sentence says it all
+        unit.release()
+
+    def _sweep(self) -> None:
+        """Sockets and start files of the dead; the processes are gone, so nothing is raced."""
+        for path in self.services.paths.run.iterdir():
+            path.unlink(missing_ok=True)
+
+    def units(self) -> Iterator[Unit]:
+        """Every unit."""
+        yield from self.fleet.workers
+        for group in self.groups:
+            yield from group.engines
+            yield group.zygote
+            if group.cache is not None:
+                yield group.cache
+
+    async def join(self, unit: Unit, *, timeout_s: float) -> None:
+        """Connect to an adopted process; a gateway worker gives its listening socket too."""
+        await unit.join(timeout_s=timeout_s)
+        if isinstance(unit, GatewayUnit):
+            if self.fleet.listener is None:
+                self.fleet.listener = await unit.listener()
+            self.fleet.adopt(unit)
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(_JANITOR_S)
+            try:
+                reap_orphans(self.services.owned_pids)
+                self.save()
+            except Exception:
+                log.exception("house-keeping failed once")
+
+    # ------------------------------------------------------------------ journal
+
+    def save(self) -> None:
+        """Tell the journal's thread what a later supervisor must know; never waits."""
+        epochs = {}
+        for group in self.groups:
+            ceiling = self._saved.epochs.get(group.name, 0)
+            low = group.epoch + _EPOCHS_AHEAD // 2
+            epochs[group.name] = ceiling if ceiling > low else group.epoch + _EPOCHS_AHEAD
+        state = JournalState(
+            boot_id=own_boot_id(),
+            name=self.services.topology.name,
+            epochs=epochs,
+            processes=[
+                ProcessRecord(u.kind, u.name, u.group, u.instance,
+                              u.handle.process.pid, u.handle.process.start_ticks)
+                for u in self.units()
+                if u.handle is not None
+            ],
+            paused=self.services.is_paused,
+            roles={e.name: e.state.value for g in self.groups for e in g.engines},
+        )  # fmt: skip
+        if state != self._saved:
+            self._saved = state
+            self._journal.save(state)
+
+    # ---------------------------------------------------------------- reactions
+
+    def _routes(self) -> list[GroupRoute]:
+        return [g.route() for g in self.groups]
+
+    def _first_token(self, event: FirstToken) -> None:
+        for group in self.groups:
+            if group.name == event.group:
+                group.first_token(event)
+
+    def _gateway_died(self, instance: str) -> None:
+        for group in self.groups:
+            group.gateway_died(instance)
+
+    def status(self) -> dict[str, Any]:
+        """Body of `GET /v1/status`."""
+        topology = self.services.topology
+        return {
+            "name": topology.name,
+            "ready": self.is_ready,
+            "paused": self.services.is_paused,
+            "stopping": self.services.is_stopping,
+            "supervisor": {
+                "pid": os.getpid(),
+                "uptime_s": round(time.monotonic() - self._started_s, 3),
+                "state_dir": str(self.services.paths.root),
+                "journal_degraded": bool(self._journal.degraded or self.services.events.degraded),
+            },
+            "addresses": {"gateway": self.fleet.address, "admin": self.admin_address},
+            "gateway": [gateway_status(self.fleet, w) for w in self.fleet.workers],
+            "groups": [group_status(g) for g in self.groups],
+        }

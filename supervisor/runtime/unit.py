@@ -1,0 +1,338 @@
+"""`Unit`: one supervised process (its name) and its successive instances (its lives).
+
+Engine, zygote, cache daemon and gateway worker share this: instance names, spawn or take over,
+the exit watch, the control connection, the restart record, and the burial of the dead.
+
+Invariants
+    1. `died` belongs to the current instance; whoever awaits anything of an instance also awaits
+       its death, so a wait never outlives the process.
+    2. Waiting for the kernel to free memory happens in a background task, never on a path.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import msgspec
+
+from cache.rpc import Hello, RpcClient
+from cache.wire import Event
+from supervisor.core.restart import RestartPolicy, RestartRecord
+from supervisor.errors import (
+    ConnectionClosedError,
+    DeadlineExceededError,
+    StartFailedError,
+    UnderstudyError,
+)
+from supervisor.process import (
+    ExitEvidence,
+    FenceEvidence,
+    Marker,
+    ProcessHandle,
+    ProcessId,
+    Watch,
+    fence,
+    spawn,
+)
+from supervisor.runtime.services import Services, child_environment
+
+__all__ = ["Unit", "log_tail"]
+
+log = logging.getLogger(__name__)
+
+_CONNECT_RETRY_S: Final = 0.02
+_BURIAL_S: Final = 60.0
+_TAIL_BYTES: Final = 4096
+
+
+def log_tail(path: Path, *, lines: int = 3) -> str:
+    """The last lines of a log, for an error message; empty when there is none."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        text = file.read().decode("utf-8", "replace")
+        return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-lines:])
+    return ""
+
+
+class Unit:
+    """One supervised process and its successive instances."""
+
+    kind: ClassVar[str] = "process"
+
+    def __init__(
+        self,
+        services: Services,
+        *,
+        name: str,
+        group: str,
+        policy: RestartPolicy,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.services = services
+        self.name = name
+        self.group = group
+        self.policy = policy
+        self.record = RestartRecord()
+        self.instance = ""
+        self.handle: ProcessHandle | None = None
+        self.client: RpcClient | None = None
+        self.started_s = 0.0
+        self.started_ns = 0
+        self.death: ExitEvidence | None = None
+        self.last_alive_ns: int | None = None  # the last look before the death was seen
+        self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_change = on_change
+        self._watch: Watch | None = None
+        self._stop_changed = asyncio.Event()
+        self._background: set[asyncio.Task[Any]] = set()
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def pid(self) -> int | None:
+        """Pid of the current instance."""
+        return self.handle.process.pid if self.handle is not None else None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether an instance exists whose death was not seen."""
+        return self.handle is not None and self.death is None
+
+    @property
+    def is_stopped_by_signal(self) -> bool:
+        """Whether the process is in state `T`."""
+        return self._watch is not None and self._watch.is_stopped
+
+    @property
+    def uptime_s(self) -> float:
+        """Age of the current instance."""
+        return time.monotonic() - self.started_s if self.is_alive else 0.0
+
+    @property
+    def log_path(self) -> Path:
+        """Where its output goes."""
+        return self.services.paths.log(self.name)
+
+    @property
+    def may_start(self) -> bool:
+        """Whether its back-off is over."""
+        return time.monotonic() >= self.record.not_before_s
+
+    # ------------------------------------------------------------- start, take
+
+    def begin(self) -> str:
+        """Name the next instance; forget everything about the last one."""
+        self.release()
+        self.instance = f"{self.name}-{secrets.token_hex(4)}"
+        self.death = None
+        self.died = asyncio.get_running_loop().create_future()
+        self.started_s = time.monotonic()
+        self.started_ns = time.monotonic_ns()
+        return self.instance
+
+    def marker(self) -> Marker:
+        """The claim that the current instance carries in its environment."""
+        return Marker(self.services.state_id, self.instance)
+
+    def spawn_process(
+        self, argv: Sequence[str], *, pass_fds: Sequence[int] = (), with_model: bool
+    ) -> None:
+        """Start a child for the instance named by `begin`.
+
+        Raises:
+            SpawnError: it could not be started at all.
+        """
+        child = spawn(
+            argv,
+            env=child_environment(with_model=with_model),
+            log_path=self.log_path,
+            marker=self.marker(),
+            cwd=self.services.cwd,
+            pass_fds=pass_fds,
+        )
+        self._own(ProcessHandle.of_child(child))
+
+    def take(self, process: ProcessId, instance: str) -> None:
+        """Take over a process that exists: a fork of the zygote, or one left by a dead supervisor.
+
+        Raises:
+            ProcessGoneError: it is gone already.
+        """
+        self.instance = instance
+        self._own(ProcessHandle.adopt(process, self.marker()))
+
+    def _own(self, handle: ProcessHandle) -> None:
+        self.handle = handle
+        self.services.owned_pids.add(handle.process.pid)
+        self._stop_changed.clear()
+        self._watch = self.services.watcher.watch(
+            handle.process, self._on_dead, on_stopped=lambda _: self._stop_changed.set()
+        )
+
+    async def join(self, *, timeout_s: float) -> None:
+        """Connect to the current instance, whoever started it."""
+        raise AssertionError(f"{type(self).__name__} cannot be joined within {timeout_s} s")
+
+    async def connect(
+        self,
+        path: Path,
+        protocol: str,
+        version: int,
+        *,
+        timeout_s: float,
+        on_event: Callable[[Event, list[int]], None] | None = None,
+    ) -> msgspec.Raw:
+        """Connect to the instance's control socket, as soon as it is there; returns its hello.
+
+        Raises:
+            StartFailedError: the process died first.
+            DeadlineExceededError: no socket, or no answer, in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        hello = Hello(protocol, version, instance="supervisor", role="supervisor")
+        while True:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise DeadlineExceededError(f"{self.name} answering", timeout_s=timeout_s)
+            try:
+                self.client, raw = await RpcClient.connect(
+                    path, hello, timeout_s=min(remaining_s, 10.0), on_event=on_event
+                )
+            except (FileNotFoundError, ConnectionRefusedError, ConnectionClosedError):
+                await asyncio.wait([self.died], timeout=_CONNECT_RETRY_S)
+            else:
+                return msgspec.Raw(raw)
+            if self.died.done():
+                raise self.start_failure()
+
+    def start_failure(self) -> StartFailedError:
+        """The error that says how the instance died while starting."""
+        tail = log_tail(self.log_path)
+        return StartFailedError(
+            f"{self.name} died while starting" + (f": {tail}" if tail else ""),
+            hint=f"see {self.log_path}",
+        )
+
+    # ------------------------------------------------------------------- death
+
+    def _on_dead(self, evidence: ExitEvidence) -> None:
+        self.death = evidence
+        self.last_alive_ns = self._watch.last_alive_ns if self._watch is not None else None
+        if not self.died.done():
+            self.died.set_result(None)
+        if self.client is not None:
+            self.client.close()
+            self.client = None
+        self.on_death(evidence)
+        self._on_change()
+
+    def on_death(self, evidence: ExitEvidence) -> None:
+        """Hook: the instance is proven dead. Must not block."""
+
+    async def fence(self, *, timeout_s: float) -> FenceEvidence | None:
+        """Kill the instance's whole tree and return the evidence; None when there is nobody.
+
+        Raises:
+            FenceNotProvenError: somebody may still run.
+        """
+        if self.handle is None:
+            return None
+        return await fence(self.handle, timeout_s=timeout_s)
+
+    def after_death(self, *, was_ours: bool) -> None:
+        """Keep the record and bury the instance in the background."""
+        now_s = time.monotonic()
+        self.record = self.record.after_death(
+            self.policy, lived_s=now_s - self.started_s, now_s=now_s, was_ours=was_ours
+        )
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the current instance: its watch, connection, files; it is buried aside."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self.client is not None:
+            self.client.close()
+            self.client = None
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            self.in_background(self._bury(handle, self.instance))
+
+    async def _bury(self, handle: ProcessHandle, instance: str) -> None:
+        await handle.wait_reaped(timeout_s=_BURIAL_S)
+        handle.close()
+        self.services.owned_pids.discard(handle.process.pid)
+        self.services.paths.forget(instance)
+
+    def in_background(self, work: Any) -> asyncio.Task[Any]:  # noqa: ANN401 - any coroutine
+        """Run a coroutine beside everything else; its failure is logged, never lost."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, UnderstudyError):
+            log.warning("%s: %s", self.name, error)
+        else:
+            log.error("%s: background work failed", self.name, exc_info=error)
+
+    async def change_or_death(self, changed: asyncio.Event, *, timeout_s: float) -> None:
+        """Wait until `changed` is set, the instance dies, or time runs out."""
+        waiter = asyncio.ensure_future(changed.wait())
+        waits: list[asyncio.Future[Any]] = [waiter, self.died]
+        try:
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiter.cancel()
+
+    async def wait_stopped(self, *, timeout_s: float) -> bool:
+        """Wait until the process is seen in state `T`; False when time runs out or it dies."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_stopped_by_signal and self.is_alive:
+            if (remaining_s := deadline - time.monotonic()) <= 0:
+                break
+            self._stop_changed.clear()
+            await self.change_or_death(self._stop_changed, timeout_s=remaining_s)
+        return self.is_stopped_by_signal
+
+    async def settle(self, *, timeout_s: float) -> None:
+        """Wait until the background work (burials) is done."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=timeout_s)
+
+    # ---------------------------------------------------------------- requests
+
+    async def call(self, verb: str, params: object = None, *, timeout_s: float) -> msgspec.Raw:
+        """One control request; descriptors that come back are closed.
+
+        Raises:
+            ConnectionClosedError: not connected, or the process died meanwhile.
+            DeadlineExceededError, RemoteError: as the peer behaved.
+        """
+        raw, fds = await self.call_with_fds(verb, params, timeout_s=timeout_s)
+        for fd in fds:
+            os.close(fd)
+        return raw
+
+    async def call_with_fds(
+        self, verb: str, params: object = None, *, timeout_s: float
+    ) -> tuple[msgspec.Raw, list[int]]:
+        """One control request; the caller owns the descriptors."""
+        if self.client is None:
+            raise ConnectionClosedError(f"{self.name} is not connected")
+        return await self.client.call(verb, params, timeout_s=timeout_s)
+
+    def emit(self, kind: str, text: str, **fields: object) -> None:
+        """One event about this unit."""
+        self.services.events.append(kind, text, group=self.group, engine=self.name, **fields)

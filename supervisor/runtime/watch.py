@@ -1,0 +1,115 @@
+"""Watching a group: progress samples, HTTP health, canaries. Feeds verdicts, decides nothing.
+
+Death is not seen here (the exit watcher sees it within 5 ms); this finds engines that live and
+do not work. Each loop survives its own errors: a group that is not watched would be the worst.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from supervisor.core.states import EngineState
+from supervisor.core.verdict import Verdict
+from supervisor.errors import UnderstudyError
+from supervisor.health.http import probe_health
+from supervisor.observe.looplag import LoopLag
+from supervisor.runtime.engine import EngineUnit
+from supervisor.runtime.group import GroupRuntime
+
+__all__ = ["GroupWatch"]
+
+log = logging.getLogger(__name__)
+
+_S = EngineState
+_PROBED: Final = frozenset({_S.STANDBY, _S.PRIMARY, _S.BATCH})
+_HTTP_INTERVAL_S: Final = 1.0
+_HTTP_TIMEOUT_S: Final = 0.5
+_UNHEALTHY_IN_A_ROW: Final = 3
+_CANARY_TIMEOUT_S: Final = 2.0
+
+
+class GroupWatch:
+    """The sampling loops of one group."""
+
+    def __init__(self, group: GroupRuntime, lag: LoopLag) -> None:
+        self._group = group
+        self._lag = lag
+        self._unhealthy: dict[str, int] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin watching."""
+        health = self._group.settings.health
+        loops = (
+            (health.interval, self._sample),
+            (_HTTP_INTERVAL_S, self._probe_http),
+            (health.canary, self._ask_canaries),
+        )
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(_every(s, step)) for s, step in loops]
+
+    def stop(self) -> None:
+        """End watching."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _sample(self) -> None:
+        group = self._group
+        window_ns = int(group.settings.health.hang_after * 1e9)
+        if self._lag.stalled_since(time.monotonic_ns() - window_ns):
+            for engine in group.engines:
+                engine.void_samples()
+        for engine in group.engines:
+            if engine.verdict is Verdict.DEAD:
+                continue
+            verdict = engine.sample()
+            is_bad = not engine.is_proven or self._is_unhealthy(engine)
+            if is_bad and verdict in (Verdict.HEALTHY, Verdict.BUSY):
+                verdict = Verdict.DEGRADED
+            engine.judge(verdict, "no progress although work waits" if verdict == "hung" else "")
+        group.reconcile()
+
+    def _is_unhealthy(self, engine: EngineUnit) -> bool:
+        return self._unhealthy.get(engine.instance, 0) >= _UNHEALTHY_IN_A_ROW
+
+    async def _probe_http(self) -> None:
+        engines = [e for e in self._group.engines if e.state in _PROBED]
+        paths = [self._group.services.paths.http(e.instance) for e in engines]
+        answers = await asyncio.gather(
+            *(probe_health(path, timeout_s=_HTTP_TIMEOUT_S) for path in paths)
+        )
+        counts = {}
+        for engine, answer in zip(engines, answers, strict=True):
+            before = self._unhealthy.get(engine.instance, 0)
+            counts[engine.instance] = before + 1 if answer is False else 0
+            await engine.refresh(timeout_s=_HTTP_TIMEOUT_S)
+        self._unhealthy = counts
+
+    async def _ask_canaries(self) -> None:
+        for engine in self._group.engines:
+            works = engine.active > 0 and engine.state is not _S.STANDBY
+            if engine.state not in _PROBED or works or engine.verdict is Verdict.DEAD:
+                continue  # steps of real work prove more than a canary would
+            begun_s = time.monotonic()
+            instance = engine.instance
+            try:
+                matches = await self._group.prove(engine, timeout_s=_CANARY_TIMEOUT_S)
+            except UnderstudyError:
+                continue  # no answer is no statement; progress judges silence
+            took_s = time.monotonic() - begun_s
+            metrics = self._group.services.metrics
+            metrics.canary(self._group.name, engine.name, took_s, matches=matches)
+            if not matches and engine.instance == instance:
+                engine.emit("canary_failed", f"{engine.name} answers the canary wrongly")
+                self._group.reconcile()
+
+
+async def _every(interval_s: float, step: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            await step()
+        except Exception:
+            log.exception("watching failed once")
