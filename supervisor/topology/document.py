@@ -71,6 +71,8 @@ class Document:
     keys: dict[Place, Mark] = field(default_factory=dict)
     variables: dict[Place, str] = field(default_factory=dict)
     """Places whose value came from an environment variable."""
+    unread: set[Place] = field(default_factory=set)
+    """Places whose value could not be read and has its finding already; the data has None."""
 
     def locate(self, issue: Issue) -> Finding:
         """The issue with file, line and column of its place, or of the nearest one around it."""
@@ -230,6 +232,7 @@ class _Builder:
             raise _TooMuchError
         self._document.values.setdefault(place, _mark(node))
         if id(node) in self._open:
+            self._document.unread.add(place)
             what = "contains itself"
             _complain(self._document, _mark(node), what, "write the value out", place)
             return None
@@ -259,6 +262,7 @@ class _Builder:
                     return text
         except (ValueError, KeyError):  # an explicit tag such as `!!int abc`
             pass
+        self._document.unread.add(place)
         what = f"{text!r} carries the tag {node.tag!r}"
         _complain(self._document, _mark(node), what, "write the plain value, without a tag", place)
         return None

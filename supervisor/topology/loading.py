@@ -90,7 +90,8 @@ def _read(path: Path, environ: Mapping[str, str]) -> tuple[_Read, list[Finding]]
     document = read_document(path)
     apply_overrides(document, environ)
     source = _Read(document, validate(document.data))
-    findings = [*document.findings, *map(document.locate, source.validated.issues)]
+    issues = [issue for issue in source.validated.issues if issue.place not in document.unread]
+    findings = [*document.findings, *map(document.locate, issues)]
     if source.validated.topology is not None:
         findings += source.locate(check_semantics(source.validated.topology))
     return source, _sorted(findings)
