@@ -1,0 +1,153 @@
+"""The routing table in force, and the wait for a newer route.
+
+Invariants
+    1. A table replaces the old one as a whole and at once; it is in force when `apply` returns.
+    2. Epochs only rise, per group, also for a group that was gone in between.
+    3. A waiting request gets a route to *another* (instance, epoch) as soon as there is one, and
+       the one it came from only after a while: that engine broke off without being cut.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from supervisor.gateway.errors import StaleEpochError
+from supervisor.gateway.protocol import GroupRoute, Routes, RouteTarget
+
+__all__ = ["BATCH_SUFFIX", "RouteTable", "ServedModel"]
+
+BATCH_SUFFIX: Final = ":batch"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model id and where its requests go now."""
+
+    id: str
+    group: str
+    tier: Literal["primary", "batch"]
+    max_length: int
+    created: int
+    target: RouteTarget | None
+
+
+def _models(route: GroupRoute) -> list[ServedModel]:
+    group, length, created = route.group, route.max_length, route.created
+    models = [ServedModel(group, group, "primary", length, created, route.primary)]
+    if route.has_batch:
+        name = group + BATCH_SUFFIX
+        models.append(ServedModel(name, group, "batch", length, created, route.batch))
+    return models
+
+
+class RouteTable:
+    """What the supervisor pushed last. One event loop, no locks."""
+
+    def __init__(self) -> None:
+        self.sequence = 0
+        self.epochs: dict[str, int] = {}
+        self._floors: dict[str, int] = {}
+        self._models: dict[str, ServedModel] = {}
+        self._waiters: set[asyncio.Future[None]] = set()
+        self.is_known = False
+
+    def apply(self, routes: Routes) -> None:
+        """Put a table in force and wake whoever waits.
+
+        Raises:
+            StaleEpochError: some group's epoch is lower than before; nothing was changed.
+        """
+        for route in routes.groups:
+            in_force = self._floors.get(route.group, 0)
+            if route.epoch < in_force:
+                raise StaleEpochError(route.group, offered=route.epoch, in_force=in_force)
+        self.sequence = routes.sequence
+        self.epochs = {route.group: route.epoch for route in routes.groups}
+        self._floors |= self.epochs
+        self._models = {model.id: model for route in routes.groups for model in _models(route)}
+        self.is_known = True
+        waiters, self._waiters = self._waiters, set()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    @property
+    def models(self) -> list[ServedModel]:
+        """All models, in the order of the table."""
+        return list(self._models.values())
+
+    def find(self, model_id: str) -> ServedModel | None:
+        """The model of this id."""
+        return self._models.get(model_id)
+
+    def target(self, model_id: str) -> RouteTarget | None:
+        """Where requests of this model go now; None: nowhere."""
+        model = self._models.get(model_id)
+        return None if model is None else model.target
+
+    def is_in_force(self, model_id: str, target: RouteTarget) -> bool:
+        """Whether frames of this engine may still reach clients of this model."""
+        return self.target(model_id) == target
+
+    def other_target(self, model_id: str, *, avoid: RouteTarget | None) -> RouteTarget | None:
+        """Where requests of this model go now, unless that is the engine to avoid."""
+        target = self.target(model_id)
+        if target is None or avoid is None:
+            return target
+        is_same = (target.instance, target.epoch) == (avoid.instance, avoid.epoch)
+        return None if is_same else target
+
+    async def wait_known(self, *, timeout_s: float) -> None:
+        """Wait for the first table.
+
+        Raises:
+            TimeoutError: none came.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not self.is_known:
+            await self._wait_change(deadline)
+
+    async def wait_target(
+        self,
+        model_id: str,
+        *,
+        avoid: RouteTarget | None,
+        same_after_s: float,
+        deadline: float,
+    ) -> RouteTarget:
+        """The next route of a model; a model that left the table may come back.
+
+        Args:
+            model_id: whose route.
+            avoid: the engine that the request was lost at.
+            same_after_s: when that very engine may be tried again, should it keep its route.
+            deadline: in the loop's time.
+
+        Raises:
+            TimeoutError: the deadline passed.
+        """
+        same_at = asyncio.get_running_loop().time() + same_after_s
+        while True:
+            other = self.other_target(model_id, avoid=avoid)
+            if other is not None:
+                return other
+            target = self.target(model_id)
+            now = asyncio.get_running_loop().time()
+            if target is not None and now >= same_at:
+                return target
+            if now >= deadline:
+                raise TimeoutError
+            until = deadline if target is None else min(deadline, same_at)
+            try:
+                await self._wait_change(until)
+            except TimeoutError:
+                continue  # the loop looks which of the two times it was
+
+    async def _wait_change(self, until: float) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            async with asyncio.timeout_at(until):
+                await waiter
+        finally:
+            self._waiters.discard(waiter)
