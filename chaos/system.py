@@ -132,7 +132,7 @@ def topology_text(
     )
     return f"""\
 version: 1
-name: {state_dir.parent.name}
+name: chaos
 state_dir: {state_dir}
 admin: {{listen: "127.0.0.1:{admin_port}"}}
 gateway: {{listen: "127.0.0.1:{gateway_port}", workers: {options.workers}}}
