@@ -142,6 +142,12 @@ class OperationView(msgspec.Struct, frozen=True):
     text: str = ""
 
 
+class HistoryView(msgspec.Struct, frozen=True):
+    """Recent operations, oldest first."""
+
+    history: list[OperationView]
+
+
 class AdminRequestError(UnderstudyError):
     """The admin API refused or failed a request; the problem document is in `details`."""
 
@@ -230,9 +236,7 @@ class AdminClient:
 
     def history(self) -> list[OperationView]:
         """Recent operations, oldest first."""
-        answer = self.get("/v1/history")
-        listed = answer.get("operations", []) if isinstance(answer, dict) else answer
-        return msgspec.convert(listed, list[OperationView])
+        return msgspec.convert(self.get("/v1/history"), HistoryView).history
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample, or the sum of those that match the labels; 0 when absent."""
