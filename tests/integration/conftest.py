@@ -24,11 +24,11 @@ def pytest_runtest_makereport(
     """A failed system test shows the end of the supervisor's and of every child's log."""
     report = yield
     if report.failed:
-        for path, system in item.config.stash[SYSTEMS]:
-            if path == item.path:
-                report.sections += [
-                    (f"{name} of {system.state_dir}", text) for name, text in system.logs().items()
-                ]
+        of_this_file = [s for path, s in item.config.stash[SYSTEMS] if path == item.path]
+        for system in of_this_file[-1:]:  # earlier ones belong to tests that have ended
+            report.sections += [
+                (f"{name} of {system.state_dir}", text) for name, text in system.logs().items()
+            ]
     return report
 
 

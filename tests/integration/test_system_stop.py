@@ -146,6 +146,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(place)], check=True)  # noqa: S607
 
 
+def fill(path: Path) -> None:
+    """Write until the file system is full."""
+    with path.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
+        while stream.write(bytes(4096)):
+            pass
+
+
 def test_a_full_disk_is_told_and_leaves_nothing(
     new_system: NewSystem, small_disk: Path, tmp_path: Path
 ) -> None:
@@ -157,10 +164,6 @@ def test_a_full_disk_is_told_and_leaves_nothing(
     system.topology.write_text(text, "utf-8")
     system.state_dir = small_disk / "state"
     system.admin = AdminClient(system.state_dir)
-    filler = small_disk / "filler"
-    with filler.open("wb") as stream, contextlib.suppress(OSError):
-        while True:
-            stream.write(bytes(4096))
-            stream.flush()
+    fill(small_disk / "filler")
     error = start_fails(system)
     assert "No space left" in error.output or "disk" in error.output
