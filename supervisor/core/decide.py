@@ -86,6 +86,9 @@ class Fence:
 
     engine: str
 
+    def __str__(self) -> str:
+        return f"fencing {self.engine}"
+
 
 @dataclass(frozen=True, slots=True)
 class Promote:
@@ -106,12 +109,18 @@ class StartEngine:
 
     engine: str
 
+    def __str__(self) -> str:
+        return f"starting {self.engine}"
+
 
 @dataclass(frozen=True, slots=True)
 class AssignStandby:
     """Give a proven engine the standby role."""
 
     engine: str
+
+    def __str__(self) -> str:
+        return f"{self.engine} becomes standby"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +129,9 @@ class AssignBatch:
 
     engine: str
 
+    def __str__(self) -> str:
+        return f"{self.engine} becomes the batch engine"
+
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
@@ -127,15 +139,24 @@ class GiveUp:
 
     engine: str
 
+    def __str__(self) -> str:
+        return f"{self.engine} died young too often, giving up"
+
 
 @dataclass(frozen=True, slots=True)
 class StartZygote:
     """Start the group's zygote again."""
 
+    def __str__(self) -> str:
+        return "starting the zygote"
+
 
 @dataclass(frozen=True, slots=True)
 class StartCache:
     """Start the cache daemon again and donate the memory that we hold."""
+
+    def __str__(self) -> str:
+        return "starting the cache daemon"
 
 
 RecoveryAction = CutRoute | Fence | Promote | PublishRoute
@@ -161,7 +182,7 @@ def decide(snap: GroupSnapshot) -> Decision:
     promoted = {a.engine for a in recovery if isinstance(a, Promote)}
     chores = tuple(c for c in chores if getattr(c, "engine", "") not in promoted)
     if not sentence:
-        sentence = "; ".join(_describe(c) for c in chores) or "no action"
+        sentence = "; ".join(str(c) for c in chores) or "no action"
     return Decision(recovery, chores, sentence)
 
 
@@ -229,16 +250,21 @@ def _chores(snap: GroupSnapshot) -> list[Chore]:
 def _chore_for(engine: EngineView, snap: GroupSnapshot, primary: EngineView | None) -> Chore | None:
     if engine.state in ALIVE and engine is not primary and _must_go(engine):
         return Fence(engine.name)
+    if engine.state in (_S.ABSENT, _S.STOPPED):
+        return _revive(engine, snap)
+    if engine.state is not _S.READY:
+        return None
+    if engine.is_batch:
+        return AssignBatch(engine.name)
+    has_primary = primary is not None and primary.state is _S.PRIMARY
+    return AssignStandby(engine.name) if has_primary else None
+
+
+def _revive(engine: EngineView, snap: GroupSnapshot) -> Chore | None:
     if engine.state is _S.STOPPED and engine.has_given_up:
         return GiveUp(engine.name)
-    if engine.state in (_S.ABSENT, _S.STOPPED):
-        can_start = snap.zygote_is_ready or snap.zygote_has_given_up
-        return StartEngine(engine.name) if engine.may_start and can_start else None
-    if engine.state is _S.READY and engine.is_batch:
-        return AssignBatch(engine.name)
-    if engine.state is _S.READY and primary is not None and primary.state is _S.PRIMARY:
-        return AssignStandby(engine.name)
-    return None
+    can_start = snap.zygote_is_ready or snap.zygote_has_given_up
+    return StartEngine(engine.name) if engine.may_start and can_start else None
 
 
 def _must_go(engine: EngineView) -> bool:
@@ -248,21 +274,3 @@ def _must_go(engine: EngineView) -> bool:
     if engine.state in (_S.FROZEN, _S.STARTING):
         return False
     return engine.verdict is Verdict.HUNG or not engine.is_proven
-
-
-def _describe(chore: Chore) -> str:
-    match chore:
-        case Fence(engine):
-            return f"fencing {engine}"
-        case StartEngine(engine):
-            return f"starting {engine}"
-        case AssignStandby(engine):
-            return f"{engine} becomes standby"
-        case AssignBatch(engine):
-            return f"{engine} becomes the batch engine"
-        case GiveUp(engine):
-            return f"{engine} died young too often, giving up"
-        case StartZygote():
-            return "starting the zygote"
-        case StartCache():
-            return "starting the cache daemon"

@@ -133,7 +133,7 @@ async def _settle_roles(group: "GroupRuntime", outcome: Adoption) -> None:
         is_fit = await _is_fit(group, engine)
         if not is_fit or (engine in primaries and engine is not primaries[-1]):
             engine.apply(StateEvent.ADOPTED)
-            await group.fence_engine(engine)
+            await group.chores.fence_engine(engine)
             outcome.ended.append(engine.instance)
             continue
         _confirm(engine)
@@ -144,9 +144,9 @@ async def _is_fit(group: "GroupRuntime", engine: "EngineUnit") -> bool:
     if engine.status is None or engine.status.state not in ("ready", "standby", "serving"):
         return False
     try:
-        return await group.prove(engine, timeout_s=_ANSWER_S)
+        return await group.chores.prove(engine, timeout_s=_ANSWER_S)
     except UnderstudyError:
-        return engine.status.role == "primary"  # it may be busy; progress will judge it
+        return bool(engine.status.role == "primary")  # it may be busy; progress will judge it
 
 
 def _confirm(engine: "EngineUnit") -> None:

@@ -286,5 +286,5 @@ class GroupCommands:
                 )
             if unit.state in ALIVE:
                 unit.death_was_ours = True
-                await group.fence_engine(unit)
+                await group.chores.fence_engine(unit)
         return await self.resume(name)

@@ -15,9 +15,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from cache.protocol import LoadSpec
 from engines.contract import ChildRecord, ReleaseGateway
@@ -35,12 +35,11 @@ from supervisor.core.decide import (
     StartZygote,
     decide,
 )
-from supervisor.core.states import EngineState, Facts, StateEvent
-from supervisor.core.verdict import Verdict
+from supervisor.core.states import EngineState, StateEvent
 from supervisor.errors import UnderstudyError
 from supervisor.gateway.protocol import FirstToken, GroupRoute
-from supervisor.process import FenceNotProvenError
 from supervisor.runtime.cache import CacheUnit
+from supervisor.runtime.chores import GroupChores
 from supervisor.runtime.engine import EngineUnit
 from supervisor.runtime.gateways import GatewayFleet
 from supervisor.runtime.operations import OperationLog
@@ -115,6 +114,7 @@ class GroupRuntime:
             EngineUnit(services, group, e, load=self.load, policy=policy, on_change=self.reconcile)
             for e in group.engines
         ]
+        self.chores = GroupChores(self)
         self.recovery = Recovery(self)
 
     # ------------------------------------------------------------------- facts
@@ -224,33 +224,38 @@ class GroupRuntime:
 
     def _start_recovery(self, decision: Decision) -> None:
         if self._is_free("recovery"):
-            self._run("recovery", self.recovery.run(decision))
+            self.run_chore("recovery", self.recovery.run(decision))
 
     def _start_chore(self, chore: Chore) -> None:
         match chore:
             case StartCache():
-                self._run("cache", self._start_cache())
+                self.run_chore("cache", self.chores.start_cache())
             case StartZygote():
-                self._run("zygote", self._start_zygote())
+                self.run_chore("zygote", self.chores.start_zygote())
             case StartEngine(name):
-                self._run(name, self._start_engine(self.engine(name)))
+                self.run_chore(name, self.chores.start_engine(self.engine(name)))
             case AssignStandby(name):
-                self._run(name, self._assign(self.engine(name), StateEvent.STANDBY_CONFIRMED))
+                self.run_chore(
+                    name, self.chores.assign(self.engine(name), StateEvent.STANDBY_CONFIRMED)
+                )
             case AssignBatch(name):
-                self._run(name, self._assign(self.engine(name), StateEvent.BATCH_CONFIRMED))
+                self.run_chore(
+                    name, self.chores.assign(self.engine(name), StateEvent.BATCH_CONFIRMED)
+                )
             case Fence(name):
-                self._run(f"fence {name}", self.fence_engine(self.engine(name)))
+                self.run_chore(f"fence {name}", self.chores.fence_engine(self.engine(name)))
             case GiveUp(name):
                 unit = self.engine(name)
                 unit.apply(StateEvent.GIVEN_UP)
-                self._fail_start(unit.start_failure())
+                self.fail_start(unit.start_failure())
 
     def _is_free(self, key: str) -> bool:
         return key not in self._chores
 
-    def _run(self, key: str, work: Awaitable[None]) -> None:
+    def run_chore(self, key: str, work: Coroutine[Any, Any, object]) -> None:
+        """Run one chore beside everything else; a second one of the same key is dropped."""
         if not self._is_free(key):
-            getattr(work, "close", lambda: None)()
+            work.close()
             return
 
         async def supervised() -> None:
@@ -270,7 +275,7 @@ class GroupRuntime:
         route = self.route()
         if route != self._published and not self.lock.locked():
             self._published = route
-            self._run("publish", self._publish())
+            self.run_chore("publish", self._publish())
 
     async def _publish(self) -> None:
         await self.fleet.push(timeout_s=_PUSH_S)
@@ -278,84 +283,6 @@ class GroupRuntime:
     def note_published(self) -> None:
         """A recovery has pushed the current route itself."""
         self._published = self.route()
-
-    # ------------------------------------------------------------------ chores
-
-    async def _start_cache(self) -> None:
-        assert self.cache is not None  # noqa: S101 - decided from it
-        try:
-            await self.cache.start()
-        except UnderstudyError as error:
-            self.cache.emit("cache_failed", f"{self.cache.name}: {error}")
-            self._fail_start(error)
-            if self.cache.is_alive:
-                await self.cache.fence(timeout_s=FENCE_S)
-            return
-        for engine in self.engines:
-            if engine.client is not None:
-                engine.in_background(engine.call("cache.rejoin", timeout_s=_ASSUME_S))
-
-    async def _start_zygote(self) -> None:
-        try:
-            await self.zygote.start(self.load, timeout_s=_ZYGOTE_START_S)
-        except UnderstudyError as error:
-            self.zygote.emit("zygote_failed", f"{self.zygote.name}: {error}")
-            if self.zygote.record.has_given_up:
-                self._fail_start(error)
-            if self.zygote.is_alive:
-                await self.zygote.fence(timeout_s=FENCE_S)
-
-    async def _start_engine(self, unit: EngineUnit) -> None:
-        zygote = self.zygote if self.zygote.is_ready else None
-        try:
-            await unit.start(zygote, load_timeout_s=self.settings.cache.load_timeout)
-            if await self.prove(unit):
-                unit.apply(StateEvent.PROVEN, Facts(known_answer_matches=True))
-            else:
-                unit.judge(Verdict.DEAD, "answers the canary wrongly")
-        except UnderstudyError as error:
-            unit.failure = str(error)
-            unit.emit("start_failed", f"{unit.name}: {error}")
-            if unit.state is EngineState.STARTING:
-                unit.judge(Verdict.DEAD, str(error))
-
-    async def prove(self, unit: EngineUnit, *, timeout_s: float = _CANARY_S) -> bool:
-        """Ask the canary; the first engine of the group sets the answer that all must give."""
-        result = await unit.run_canary(timeout_s=timeout_s)
-        if self.golden is None:
-            self.golden = result.token_ids
-        unit.is_proven = result.token_ids == self.golden
-        return unit.is_proven
-
-    async def _assign(self, unit: EngineUnit, event: StateEvent) -> None:
-        role = "batch" if event is StateEvent.BATCH_CONFIRMED else "standby"
-        try:
-            await unit.assume("batch" if role == "batch" else "standby", self.epoch,
-                              timeout_s=_ASSUME_S)  # fmt: skip
-        except UnderstudyError as error:
-            if unit.state is EngineState.READY:
-                unit.judge(Verdict.DEAD, f"did not become {role}: {error}")
-            return
-        if unit.state is EngineState.READY:
-            unit.role_epoch = self.epoch
-            unit.apply(event)
-        if self.cache is not None and self.cache.is_serving and not unit.is_batch:
-            self.cache.in_background(self.cache.hold())
-
-    async def fence_engine(self, unit: EngineUnit) -> None:
-        """Kill the engine's tree, wait for evidence, bury it.
-
-        Raises:
-            FenceNotProvenError: it may still act; the engine is UNKILLABLE now.
-        """
-        unit.apply(StateEvent.CONDEMNED)
-        try:
-            await unit.fence(timeout_s=FENCE_S)
-        except FenceNotProvenError as error:
-            unit.apply(StateEvent.FENCE_TIMED_OUT)
-            unit.emit("fence_not_proven", str(error))
-            raise
-        unit.confirm_dead()
 
     # --------------------------------------------------------------- reactions
 
@@ -396,7 +323,8 @@ class GroupRuntime:
         metrics.set_standby_ready(self.name, bool(self.standbys))
         metrics.set_zygote_up(self.name, self.zygote.is_ready)
 
-    def _fail_start(self, error: UnderstudyError) -> None:
+    def fail_start(self, error: UnderstudyError) -> None:
+        """Tell the start of the supervisor, if it still goes on, that it cannot succeed."""
         if not self.start_failure.done():
             self.start_failure.set_result(error)
 

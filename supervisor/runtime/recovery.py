@@ -84,7 +84,7 @@ class Recovery:
             case CutRoute():
                 await self._cut(operation)
             case Fence(name):
-                await group.fence_engine(group.engine(name))
+                await group.chores.fence_engine(group.engine(name))
                 operation.phase("fence")
             case Promote(name, epoch):
                 await self._promote(group.engine(name), epoch, operation)
@@ -166,7 +166,7 @@ class Recovery:
             await old.assume("standby", epoch, timeout_s=_DEMOTE_S)
         except UnderstudyError as error:
             old.emit("demotion_failed", f"{old.name} did not give up its role: {error}")
-            await self._group.fence_engine(old)
+            await self._group.chores.fence_engine(old)
             return
         old.apply(StateEvent.STANDBY_CONFIRMED)
 

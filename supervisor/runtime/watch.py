@@ -10,11 +10,13 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from supervisor.core.ladder import Ladder, LadderSettings, LadderStep, parse_condition
 from supervisor.core.states import EngineState
 from supervisor.core.verdict import Verdict
 from supervisor.errors import UnderstudyError
 from supervisor.health.http import probe_health
 from supervisor.observe.looplag import LoopLag
+from supervisor.runtime.commands import GroupCommands
 from supervisor.runtime.engine import EngineUnit
 from supervisor.runtime.group import GroupRuntime
 
@@ -38,6 +40,11 @@ class GroupWatch:
         self._lag = lag
         self._unhealthy: dict[str, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._commands = GroupCommands(group)
+        batch = group.settings.batch
+        condition = parse_condition(batch.freeze_when) if batch.freeze_when else None
+        settings = LadderSettings(condition, batch.evict_after, batch.resume_after)
+        self._ladders = {e.name: Ladder(settings) for e in group.engines if e.is_batch}
 
     def start(self) -> None:
         """Begin watching."""
@@ -69,7 +76,31 @@ class GroupWatch:
             if is_bad and verdict in (Verdict.HEALTHY, Verdict.BUSY):
                 verdict = Verdict.DEGRADED
             engine.judge(verdict, "no progress although work waits" if verdict == "hung" else "")
+        self._climb()
         group.reconcile()
+
+    def _climb(self) -> None:
+        """The batch ladder: what pressure on the primary means for the batch engine."""
+        group = self._group
+        primary = group.primary
+        if primary is None or group.services.is_paused or group.services.is_stopping:
+            return
+        values = {"queue": primary.queue_depth, "active": primary.active}
+        for name, ladder in self._ladders.items():
+            unit = group.engine(name)
+            step = ladder.step(unit.state, values, is_held=unit.is_held, now_s=time.monotonic())
+            match step:
+                case LadderStep.FREEZE:
+                    work = self._commands.freeze(name, cause="pressure")
+                case LadderStep.THAW:
+                    work = self._commands.thaw(name, cause="quiet")
+                case LadderStep.EVICT:
+                    work = self._commands.evict(name, hold=False, cause="pressure")
+                case LadderStep.RESUME:
+                    work = self._commands.resume(name, cause="quiet")
+                case None:
+                    continue
+            group.run_chore(f"ladder {name}", work)
 
     def _is_unhealthy(self, engine: EngineUnit) -> bool:
         return self._unhealthy.get(engine.instance, 0) >= _UNHEALTHY_IN_A_ROW
@@ -95,7 +126,7 @@ class GroupWatch:
             begun_s = time.monotonic()
             instance = engine.instance
             try:
-                matches = await self._group.prove(engine, timeout_s=_CANARY_TIMEOUT_S)
+                matches = await self._group.chores.prove(engine, timeout_s=_CANARY_TIMEOUT_S)
             except UnderstudyError:
                 continue  # no answer is no statement; progress judges silence
             took_s = time.monotonic() - begun_s
