@@ -72,6 +72,10 @@ class Server:
         self._ready.set()
         await self._stop.wait()
         await runner.cleanup()
+        stalled = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in stalled:
+            task.cancel()
+        await asyncio.gather(*stalled, return_exceptions=True)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
