@@ -8,7 +8,7 @@ request, and for a client to take its answer.
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 from aiohttp import web
@@ -82,8 +82,8 @@ class _Guarded(asyncio.Protocol):
             self._clock = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)  # noqa: S101 -- a stream listener's
-        self._transport = transport
+        # A cast: uvloop's transports are no subclass of asyncio's, only alike.
+        self._transport = transport = cast("asyncio.Transport", transport)
         self._is_admitted = self._connections.admit(self._inner, self)
         if self._is_admitted:
             self._inner.connection_made(transport)

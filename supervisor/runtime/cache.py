@@ -83,6 +83,7 @@ class CacheUnit(Unit):
         self.status: CacheStatus | None = None
         self.held: Held | None = None
         self.is_starting = False
+        self.progress: Progress | None = None
         self._load_timeout_s = load_timeout_s
         self._changed = asyncio.Event()
 
@@ -197,9 +198,8 @@ class CacheUnit(Unit):
         """Engines go on; the memory lives as long as anybody holds it."""
         self.status = None
         self._changed.set()
-        self.emit("cache_died", f"{self.name} died", pid=evidence.process.pid)
-        self.services.metrics.restart(kind="cache", group=self.group, name=self.name)
-        self.after_death(was_ours=self.services.is_stopping)
+        self.services.metrics.set_cache(self.group, None)
+        self.note_death(evidence)
 
     def close(self) -> None:
         """Let go of the memory; without engines and daemon it is free now."""
@@ -228,6 +228,7 @@ class CacheUnit(Unit):
             await self.hold()
 
     def _report(self, progress: Progress) -> None:
+        self.progress = progress
         self.services.observer.loading(
             self.group,
             progress.bytes_done,

@@ -129,9 +129,8 @@ class GatewayUnit(Unit):
 
     def on_death(self, evidence: ExitEvidence) -> None:
         """Its streams are lost with it; new connections wait for the next worker."""
-        self.emit("gateway_died", f"{self.name} died", pid=evidence.process.pid)
-        self.services.metrics.restart(kind="gateway", group="", name=self.name)
-        self.after_death(was_ours=self.services.is_stopping)
+        self.services.metrics.set_gateway(self.name, None)
+        self.note_death(evidence)
 
     def _event(self, event: Event, fds: list[int]) -> None:
         for fd in fds:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from supervisor.core.states import EngineState
 from supervisor.runtime.engine import EngineUnit
 from supervisor.runtime.gateways import GatewayFleet, GatewayUnit
@@ -49,6 +51,7 @@ def _cache_status(group: GroupRuntime) -> dict[str, Any]:
         "loads": status.loads if status is not None else 0,
         "donations": status.donations if status is not None else 0,
         "load_s": status.load_s if status is not None else None,
+        "progress": msgspec.to_builtins(cache.progress) if cache.progress is not None else None,
         "held_by_supervisor": cache.held is not None,
     }
 

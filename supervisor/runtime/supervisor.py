@@ -96,6 +96,8 @@ class SupervisorRuntime:
             watch.start()
         await self.fleet.push(timeout_s=2.0)
         await asyncio.gather(*(self._first_service(g) for g in self.groups))
+        if self.stop_requested.is_set():
+            return
         if not await self.fleet.first_ready(timeout_s=60.0):
             raise StartFailedError(
                 "no gateway worker answers", hint=f"see {self.services.paths.logs}"

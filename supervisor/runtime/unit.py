@@ -235,6 +235,13 @@ class Unit:
     def on_death(self, evidence: ExitEvidence) -> None:
         """Hook: the instance is proven dead. Must not block."""
 
+    def note_death(self, evidence: ExitEvidence) -> None:
+        """Event, metric and record of a death that nobody decided about: gateway, zygote, cache."""
+        if not self.services.is_stopping:
+            self.emit(f"{self.kind}_died", f"{self.name} died", pid=evidence.process.pid)
+            self.services.metrics.restart(kind=self.kind, group=self.group, name=self.name)
+        self.after_death(was_ours=self.services.is_stopping)
+
     async def fence(self, *, timeout_s: float) -> FenceEvidence | None:
         """Kill the instance's whole tree and return the evidence; None when there is nobody.
 

@@ -117,6 +117,8 @@ class GroupWatch:
             counts[engine.instance] = before + 1 if answer is False else 0
             await engine.refresh(timeout_s=_HTTP_TIMEOUT_S)
         self._unhealthy = counts
+        if self._group.cache is not None and self._group.cache.is_serving:
+            await self._group.cache.refresh()
 
     async def _ask_canaries(self) -> None:
         for engine in self._group.engines:

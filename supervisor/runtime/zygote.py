@@ -112,8 +112,7 @@ class ZygoteUnit(Unit):
     def on_death(self, evidence: ExitEvidence) -> None:
         """Without it engines go on; only new ones need a new zygote."""
         self.hello = None
-        self.emit("zygote_died", f"{self.name} died", pid=evidence.process.pid)
-        self.after_death(was_ours=self.services.is_stopping)
+        self.note_death(evidence)
 
     def _event(self, event: Event, fds: list[int]) -> None:
         for fd in fds:
