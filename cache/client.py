@@ -16,7 +16,6 @@ readable): it reads the daemon's events away and says whether the registration s
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -27,24 +26,22 @@ from cache.arena import ArenaMapping, backend_for
 from cache.errors import (
     CacheNotReadyError,
     ConnectionClosedError,
-    FingerprintMismatchError,
     ProtocolError,
     UnderstudyError,
 )
 from cache.fingerprint import fingerprint_of
-from cache.manifest import check_manifest
 from cache.protocol import (
     PROTOCOL,
     VERSION,
     Attach,
     Attached,
-    Fingerprint,
     KvGeometry,
     KvOpen,
     KvOpened,
     LoadSpec,
     Manifest,
 )
+from cache.received import check_attached, check_opened, memory_identity
 from cache.rpc import Hello
 from cache.wire import Connection, close_all
 
@@ -53,8 +50,6 @@ __all__ = [
     "KvMemory",
     "OnMismatch",
     "attach",
-    "check_attached",
-    "check_opened",
     "load_private",
     "open_kv",
 ]
@@ -141,7 +136,7 @@ class AttachedWeights:
             self.socket_path, Attach(self.spec, fingerprint, timeout_s), self.hello
         )
         try:
-            same = [_identity(fd) for fd in fds] == [_identity(fd) for fd in self.fds]
+            same = memory_identity(fds) == memory_identity(self.fds)
         finally:
             close_all(fds)
         self.connection = connection
@@ -256,49 +251,5 @@ def _attach_once(
     return connection, manifest, fds
 
 
-def check_attached(manifest: Manifest, fds: Sequence[int], wanted: Fingerprint) -> None:
-    """Whether manifest and extents belong together and are the weights that were asked for.
-
-    Raises:
-        FingerprintMismatchError, ManifestError, ProtocolError: they are not.
-    """
-    differing = manifest.fingerprint.differing(wanted)
-    if differing:
-        raise FingerprintMismatchError(
-            differing,
-            held=msgspec.structs.asdict(manifest.fingerprint),
-            wanted=msgspec.structs.asdict(wanted),
-        )
-    check_manifest(manifest)
-    if len(fds) != len(manifest.extent_bytes) or sum(manifest.extent_bytes) < manifest.total_bytes:
-        raise ProtocolError("the daemon sent other extents than its manifest lists")
-    _check_sizes(fds, manifest.extent_bytes)
-
-
-def check_opened(opened: KvOpened, fds: Sequence[int], geometry: KvGeometry) -> None:
-    """Whether what came is the arena that was asked for.
-
-    Raises:
-        ProtocolError: it is not.
-    """
-    if opened.geometry != geometry or len(fds) != len(opened.extent_bytes) + 1:
-        raise ProtocolError("the daemon answered kv.open with another arena")
-    if sum(opened.extent_bytes) < geometry.total_bytes:
-        raise ProtocolError("the KV arena is smaller than its geometry")
-    _check_sizes(fds, [*opened.extent_bytes, opened.table_bytes])
-
-
-def _check_sizes(fds: Sequence[int], sizes: Sequence[int]) -> None:
-    for fd, size_bytes in zip(fds, sizes, strict=True):
-        actual_bytes = os.fstat(fd).st_size
-        if actual_bytes != size_bytes:
-            raise ProtocolError(f"an extent has {actual_bytes} bytes instead of {size_bytes}")
-
-
 def _discard(answer: tuple[object, list[int]]) -> None:
     close_all(answer[1])
-
-
-def _identity(fd: int) -> tuple[int, int]:
-    info = os.fstat(fd)
-    return (info.st_dev, info.st_ino)

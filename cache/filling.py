@@ -22,13 +22,13 @@ from typing import Final
 
 from cache.checkpoint import TensorSource
 from cache.errors import ArenaMemoryError, CheckpointCorruptError, CheckpointMissingError
+from cache.manifest import CHECKSUM_BYTES
 from cache.plan import Copy, LoadPlan
 from cache.protocol import Progress, dtype_bytes
 
-__all__ = ["CHECKSUM_BYTES", "CHUNK_BYTES", "HostWriter", "fill"]
+__all__ = ["CHUNK_BYTES", "HostWriter", "fill"]
 
 CHUNK_BYTES: Final = 1 << 20
-CHECKSUM_BYTES: Final = 16
 
 _PROGRESS_EVERY_S: Final = 0.1
 

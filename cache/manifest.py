@@ -14,6 +14,7 @@ from cache.protocol import TENSOR_ALIGNMENT_BYTES, Manifest, TensorEntry, dtype_
 
 __all__ = [
     "CHECKSUM_ALGORITHM",
+    "CHECKSUM_BYTES",
     "check_checksums",
     "check_manifest",
     "completed",
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 CHECKSUM_ALGORITHM: Final = "blake2b-128"
-_CHECKSUM_CHARS: Final = 32
+CHECKSUM_BYTES: Final = 16
 _MAX_TENSORS: Final = 1_000_000
 
 
@@ -64,7 +65,7 @@ def check_checksums(manifest: Manifest, checksums: dict[str, str]) -> None:
         odd = sorted(wanted ^ checksums.keys())
         raise ManifestError(f"checksums and tensors differ in {len(odd)} names, {odd[0]!r} first")
     for name, value in checksums.items():
-        if len(value) != _CHECKSUM_CHARS or not set(value) <= set("0123456789abcdef"):
+        if len(value) != 2 * CHECKSUM_BYTES or not set(value) <= set("0123456789abcdef"):
             raise ManifestError(f"the checksum of {name} is malformed")
 
 

@@ -19,8 +19,12 @@ drop      supervisor   - -> null                   refused while engines are att
 
 Event `progress` (Progress) goes to every client while loading; `state` (CacheStatus) at changes.
 
-WARNING: descriptors of host extents are read-write (mprotect to read-write needs it); weights are
-protected by seals, KV by the mapping alone: it guards against bugs, not against hostile engines.
+WARNING: descriptors of KV extents are read-write (mprotect to read-write needs it): KV is protected
+by the mapping alone, against bugs and not against hostile engines. Weights are sealed, and their
+descriptors read-only from `commit` on.
+
+Handlers of one connection run one after another: a `scrub` or a waiting `attach` delays what is
+sent behind it on the same connection, and nothing else.
 """
 
 from typing import Final, Literal
