@@ -14,7 +14,7 @@ import asyncio
 import socket
 from collections import deque
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Self, cast
 
 import msgspec
 
@@ -118,8 +118,7 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the event loop."""
-        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - a stream socket
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         """Called by the event loop."""

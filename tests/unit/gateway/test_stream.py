@@ -167,10 +167,7 @@ async def test_frames_that_were_not_read_before_a_cut_never_reach_the_client(
     stage.route(a, 1)
     stage.client.may_take.clear()
     stage.client.on_text = lambda count: (
-        count == 1
-        and asyncio.get_running_loop().call_later(
-            0.2, switch
-        )
+        count == 1 and asyncio.get_running_loop().call_later(0.2, switch)
     )
 
     def switch() -> None:
