@@ -9,7 +9,7 @@ WARNING: bits depend on the kernel. `scaled_dot_product_attention` on the CPU is
 """
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
@@ -34,7 +34,7 @@ class StepInputs:
     mask: torch.Tensor  # [slots or 1, 1, queries, attended_tokens]: 0 or -inf
 
 
-def slot_attention(
+def slot_attention(  # noqa: PLR0917 - the library calls it by position
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -44,7 +44,7 @@ def slot_attention(
     dropout: float = 0.0,  # noqa: ARG001 - the library's signature
     *,
     understudy_step: StepInputs,
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Write the new keys and values, attend. `[batch, heads, tokens, head_dim]` in and out."""
     step = understudy_step

@@ -14,14 +14,13 @@ __all__ = [
     "EngineError",
     "InvalidRequestError",
     "LeftOnMetaError",
-    "MissingTensorError",
     "NotReadyError",
     "QueueFullError",
     "RequestRefusedError",
     "RoleNotPossibleError",
     "StaleEpochError",
+    "TensorMismatchError",
     "ThreadsNotPinnedError",
-    "UnsupportedModelError",
 ]
 
 
@@ -31,16 +30,10 @@ class EngineError(UnderstudyError):
     code = "engine"
 
 
-class UnsupportedModelError(EngineError):
-    """The native engine cannot run this model exactly, so it does not run it at all."""
-
-    code = "unsupported_model"
-
-
-class MissingTensorError(EngineError):
+class TensorMismatchError(EngineError):
     """The arena and the model class disagree about a tensor."""
 
-    code = "missing_tensor"
+    code = "tensor_mismatch"
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(

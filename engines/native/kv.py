@@ -67,14 +67,11 @@ class KvMemoryView:
         self.flat = flat
         per_part = g.slots * g.kv_heads * g.max_length
         layer_rows = 0 if layers_share_rows else 2 * per_part
+        strides_rows = (layer_rows, per_part, g.kv_heads * g.max_length, g.max_length, 1)
         self.slots = torch.as_strided(
             flat,
             (g.layers, 2, g.slots, g.kv_heads, g.max_length, g.head_dim),
-            tuple(
-                rows * g.head_dim
-                for rows in (layer_rows, per_part, g.kv_heads * g.max_length, g.max_length, 1)
-            )
-            + (1,),
+            (*(rows * g.head_dim for rows in strides_rows), 1),
         )
         """`[layers, 2, slots, kv_heads, max_length, head_dim]`"""
         layer = torch.arange(g.layers)[:, None, None, None] * layer_rows

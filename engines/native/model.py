@@ -16,7 +16,7 @@ WARNING: one thread at a time, and only inside `torch.inference_mode`.
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,9 @@ import torch
 
 from cache.protocol import KvGeometry, Manifest
 from engines.native.attention import StepInputs
-from engines.native.errors import LeftOnMetaError, MissingTensorError
+from engines.native.errors import LeftOnMetaError, TensorMismatchError
 from engines.native.kv import KvMemoryView
-from engines.native.skeleton import Skeleton
+from engines.native.skeleton import Skeleton, Untyped
 
 __all__ = ["CHUNK_TOKENS", "SlotModel", "attended_lengths", "tensors_of"]
 
@@ -60,7 +60,7 @@ def tensors_of(manifest: Manifest, arena: torch.Tensor) -> dict[str, torch.Tenso
     for entry in manifest.tensors:
         if entry.alias_of is not None:
             if entry.alias_of not in found:
-                raise MissingTensorError(entry.name, f"alias of {entry.alias_of}, which is absent")
+                raise TensorMismatchError(entry.name, f"alias of {entry.alias_of}, which is absent")
             found[entry.name] = found[entry.alias_of]
     return found
 
@@ -100,6 +100,11 @@ class SlotModel:
         dtype = getattr(torch, geometry.dtype)
         self._zero = torch.zeros((), dtype=dtype)
         self._minus_infinity = torch.full((), float("-inf"), dtype=dtype)
+
+    @property
+    def inner(self) -> Untyped:
+        """The decoder stack below the head; the self-check shortens it for its time."""
+        return self._model.model
 
     def decode(
         self,
@@ -183,14 +188,14 @@ def _to_numpy(logits: torch.Tensor) -> npt.NDArray[np.float32]:
     return found
 
 
-def _bind(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+def _bind(model: Untyped, tensors: Mapping[str, torch.Tensor]) -> None:
     """Replace each meta parameter and persistent buffer by its tensor of the arena."""
     for name, wanted in list(model.state_dict(keep_vars=True).items()):
         tensor = tensors.get(name)
         if tensor is None:
             continue  # named by the check for meta, together with the others
         if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
-            raise MissingTensorError(
+            raise TensorMismatchError(
                 name,
                 f"{tuple(tensor.shape)} {tensor.dtype} in the arena, "
                 f"{tuple(wanted.shape)} {wanted.dtype} in the model",
@@ -203,13 +208,13 @@ def _bind(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
             module._buffers[leaf] = tensor
 
 
-def _compute_rotary(model: Any) -> None:
+def _compute_rotary(model: Untyped) -> None:
     """Rotary tables are computed, not loaded: build that module again, on real memory."""
     inner = model.model
     inner.rotary_emb = type(inner.rotary_emb)(config=model.config)
 
 
-def _check_nothing_on_meta(model: Any) -> None:
+def _check_nothing_on_meta(model: Untyped) -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
     left = [name for name, tensor in named if tensor.is_meta]
     if left:

@@ -12,12 +12,15 @@ from typing import Any, Final
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from cache.errors import UnsupportedModelError
 from cache.protocol import KvGeometry, LoadSpec
 from engines.native.attention import NAME, register
-from engines.native.errors import UnsupportedModelError
 from engines.native.text import Decoding, decoding_for
 
 __all__ = ["FAMILIES", "Skeleton", "build_skeleton"]
+
+Untyped = Any
+"""An object of the library, which carries no useful types."""
 
 FAMILIES: Final = ("llama", "qwen2", "qwen3")
 """Dense decoders whose attention is plain causal attention over grouped heads."""
@@ -32,9 +35,9 @@ class Skeleton:
     """A model without weights, ready to be pointed at them."""
 
     load: LoadSpec
-    config: Any
-    model: Any  # on meta, in evaluation mode
-    tokenizer: Any
+    config: Untyped
+    model: Untyped  # on meta, in evaluation mode
+    tokenizer: Untyped
     decoding: Decoding
     eos_ids: frozenset[int]
 
@@ -60,7 +63,7 @@ class Skeleton:
         )
 
 
-def head_dim_of(config: Any) -> int:
+def head_dim_of(config: Untyped) -> int:
     """Width of one head; older configurations leave it to be worked out."""
     return int(
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -112,7 +115,7 @@ def build_skeleton(load: LoadSpec) -> Skeleton:
     )
 
 
-def _check_supported(config: Any, load: LoadSpec) -> None:
+def _check_supported(config: Untyped, load: LoadSpec) -> None:
     name = str(config.model_type)
     if name not in FAMILIES:
         raise UnsupportedModelError(
@@ -135,7 +138,7 @@ def _check_supported(config: Any, load: LoadSpec) -> None:
         )
 
 
-def _eos_ids(path: Path, config: Any) -> frozenset[int]:
+def _eos_ids(path: Path, config: Untyped) -> frozenset[int]:
     """Ids that end a stream: from generation_config.json, else from the configuration."""
     found: Any = None
     file = path / "generation_config.json"

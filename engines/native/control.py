@@ -1,0 +1,150 @@
+"""The control socket: answered by the event loop within milliseconds while the model computes.
+
+Orders that concern rows and memory are handed to the model thread and run between two steps; the
+answer waits for them. Everything else is read from words that other threads keep up to date.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+
+from cache.errors import DeadlineExceededError, ProtocolError
+from cache.rpc import Handler, RpcPeer, RpcServer
+from engines.contract import (
+    CONTROL_PROTOCOL,
+    CONTROL_VERSION,
+    Assume,
+    Assumed,
+    CanaryResult,
+    Descriptors,
+    EngineStatus,
+    ReleaseGateway,
+)
+from engines.native.commands import AssumeRole, RunCanary
+from engines.native.commands import ReleaseGateway as ReleaseGatewayCommand
+from engines.native.errors import NotReadyError
+from engines.native.startup import StartedEngine
+
+__all__ = ["ControlServer", "EngineHost"]
+
+_ASSUME_TIMEOUT_S: Final = 30.0
+_CANARY_TIMEOUT_S: Final = 30.0
+
+T = TypeVar("T")
+Answer = tuple[object, Sequence[int]]
+
+
+class EngineHost(Protocol):
+    """The engine process, as the control socket needs it."""
+
+    started: StartedEngine | None
+    progress_fd: int
+
+    def status(self) -> EngineStatus:
+        """The engine as it sees itself; cheap."""
+
+    def role_taken(self, assumed: Assumed) -> None:
+        """The model thread has taken a role."""
+
+    def rejoin_cache(self) -> None:
+        """The cache daemon was restarted."""
+
+    def descriptors(self) -> tuple[Descriptors, list[int]]:
+        """What a donation needs."""
+
+    def request_shutdown(self) -> None:
+        """Leave in order."""
+
+
+class ControlServer:
+    """Verbs of `engines.contract`, one handler each."""
+
+    def __init__(self, path: Path, host: EngineHost) -> None:
+        self._host = host
+        handlers: dict[str, Handler] = {
+            "hello": self._status,
+            "status": self._status,
+            "assume": self._assume,
+            "canary": self._canary,
+            "progress.open": self._progress,
+            "release_gateway": self._release_gateway,
+            "descriptors": self._descriptors,
+            "cache.rejoin": self._rejoin,
+            "shutdown": self._shutdown,
+        }
+        self._server = RpcServer(path, CONTROL_PROTOCOL, CONTROL_VERSION, handlers)
+
+    async def start(self) -> None:
+        """Bind and serve."""
+        await self._server.start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.close()
+
+    def notify_state(self) -> None:
+        """Tell every supervisor that state, role or epoch changed."""
+        self._server.notify_all("state", self._host.status())
+
+    def _started(self) -> StartedEngine:
+        if self._host.started is None:
+            raise NotReadyError("the engine is still starting")
+        return self._host.started
+
+    async def _status(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:
+        return self._host.status(), ()
+
+    async def _assume(self, _peer: RpcPeer, raw: msgspec.Raw, _fds: list[int]) -> Answer:
+        assume = _decode(raw, Assume)
+        future: Future[Assumed] = Future()
+        self._started().scheduler.post(AssumeRole(assume, future))
+        assumed = await _wait(future, what="the role change", timeout_s=_ASSUME_TIMEOUT_S)
+        self._host.role_taken(assumed)
+        return assumed, ()
+
+    async def _canary(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:
+        future: Future[CanaryResult] = Future()
+        self._started().scheduler.post(RunCanary(future))
+        return await _wait(future, what="the canary", timeout_s=_CANARY_TIMEOUT_S), ()
+
+    async def _progress(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:
+        return None, (self._host.progress_fd,)
+
+    async def _release_gateway(self, _peer: RpcPeer, raw: msgspec.Raw, _fds: list[int]) -> Answer:
+        gateway = _decode(raw, ReleaseGateway).gateway
+        self._started().scheduler.post(ReleaseGatewayCommand(gateway))
+        return None, ()
+
+    async def _descriptors(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:
+        self._started()
+        return self._host.descriptors()
+
+    async def _rejoin(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:
+        self._started()
+        self._host.rejoin_cache()
+        return None, ()
+
+    async def _shutdown(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:
+        self._host.request_shutdown()
+        return None, ()
+
+
+def _decode(raw: msgspec.Raw, wanted: type[T]) -> T:
+    try:
+        return msgspec.json.decode(raw, type=wanted)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"bad parameters: {error}") from error
+
+
+async def _wait(future: "Future[T]", *, what: str, timeout_s: float) -> T:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(future)
+    except TimeoutError as error:
+        raise DeadlineExceededError(what, timeout_s=timeout_s) from error
+    except CancelledError as error:
+        raise NotReadyError("the engine is stopping") from error

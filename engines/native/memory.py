@@ -1,0 +1,119 @@
+"""The memory an engine serves from: KV and slot table, shared with its peer or its own.
+
+Shared memory starts read-only. `raise_to_writer` is the heart of a promotion: two `mprotect`
+calls and a claim of the table, no daemon and no disk. Private memory (batch engines, cache mode
+`off`) is always writable and dies with the process.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+from typing import Final, Protocol
+
+from cache.mapping import Mapping
+from cache.protocol import KvGeometry, KvOpened
+from cache.slots import SlotTable
+from engines.contract import ProgressPage
+from engines.native.kv import KvMemoryView, tail_bytes_for
+
+__all__ = ["Ballast", "PrivateMemory", "ServingMemory", "SharedMemory", "progress_file"]
+
+
+class ServingMemory(Protocol):
+    """Where rows live. Used by the model thread alone, but for `is_shared`."""
+
+    kv: KvMemoryView
+    table: SlotTable
+    is_shared: bool
+    is_writer: bool
+
+    def raise_to_writer(self, epoch: int) -> None:
+        """Become the one writer, after the predecessor was fenced.
+
+        Raises:
+            StaleEpochError: the table has seen a higher epoch.
+            MappingError: the kernel refuses.
+        """
+
+    def drop_to_reader(self) -> None:
+        """Give the right to write away; the next write would be SIGSEGV."""
+
+
+class SharedMemory:
+    """The serving pair's KV arena and slot table, mapped for the life of the process."""
+
+    is_shared = True
+
+    def __init__(
+        self, opened: KvOpened, kv_fds: list[int], table_fd: int, *, chunk_tokens: int
+    ) -> None:
+        geometry = opened.geometry
+        tail_bytes = tail_bytes_for(geometry, chunk_tokens)
+        self._kv_mapping = Mapping(kv_fds, opened.extent_bytes, tail_bytes=tail_bytes)
+        self._table_mapping = Mapping([table_fd], [opened.table_bytes])
+        self.kv = KvMemoryView.of_mapping(
+            geometry,
+            self._kv_mapping.address,
+            shared_bytes=self._kv_mapping.shared_bytes,
+            tail_bytes=self._kv_mapping.tail_bytes,
+            chunk=chunk_tokens,
+        )
+        self.table = SlotTable(self._table_mapping.view())
+        self.is_writer = False
+
+    def raise_to_writer(self, epoch: int) -> None:
+        """See `ServingMemory`."""
+        self._table_mapping.protect(writable=True)
+        self.table.claim(epoch)
+        self._kv_mapping.protect(writable=True)
+        self.is_writer = True
+
+    def drop_to_reader(self) -> None:
+        """See `ServingMemory`."""
+        self._kv_mapping.protect(writable=False)
+        self._table_mapping.protect(writable=False)
+        self.is_writer = False
+
+
+class PrivateMemory:
+    """Anonymous memory of this process."""
+
+    is_shared = False
+
+    def __init__(self, geometry: KvGeometry, *, chunk_tokens: int) -> None:
+        self.kv = KvMemoryView.private(geometry, chunk=chunk_tokens)
+        size_bytes = SlotTable.size_bytes(geometry.slots, geometry.max_length)
+        self._memory = mmap.mmap(-1, size_bytes)
+        view = memoryview(self._memory)
+        SlotTable.format(view, geometry.slots, geometry.max_length)
+        self.table = SlotTable(view)
+        self.is_writer = True
+
+    def raise_to_writer(self, epoch: int) -> None:
+        """Nothing to raise: there is no other writer."""
+        self.table.claim(epoch)
+
+    def drop_to_reader(self) -> None:
+        """Nothing to drop."""
+
+
+class Ballast:
+    """Touched private memory of a given size: lets tests see how a big process dies."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._memory: Final = mmap.mmap(-1, size_bytes) if size_bytes else None
+        if self._memory is not None:
+            first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            ctypes.memset(first, 1, size_bytes)
+
+
+def progress_file() -> tuple[int, mmap.mmap]:
+    """A page of shared memory for `ProgressPage`: descriptor and mapping.
+
+    Sealed against resizing: truncated by a reader it would be SIGBUS in the model thread.
+    """
+    fd = os.memfd_create("understudy-progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, ProgressPage.SIZE_BYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd, mmap.mmap(fd, ProgressPage.SIZE_BYTES)

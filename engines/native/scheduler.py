@@ -1,0 +1,480 @@
+"""The model thread: continuous batching over slots, one command queue in, frames out.
+
+One loop: hear commands, expire parked rows, fill free slots, compute at most one prefill chunk,
+compute one decode step of the full batch, hand the frames over. Everything here runs in one
+thread, so nothing is locked; the event loop talks to it through `post` alone.
+
+Invariants
+    1. Nothing is written to memory unless the role is primary or batch: standby memory is
+       read-only, and a write there is SIGSEGV.
+    2. A token is committed to the slot table before any frame with it is handed over.
+    3. Tokens that a client has are never recomputed differently: with a slot they are read, else
+       they are forced through decode one by one, never prefilled.
+    4. Resumes go before new requests, and every queue is bounded.
+
+This file is longer than most because the loop and the commands share all their state.
+"""
+
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future  # noqa: TC003 - kept at run time for the reader of types
+from dataclasses import dataclass
+from typing import Final, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engines.contract import Accepted, Assumed, CanaryResult, End, GenerateError, Role
+from engines.native.canary import Canary, CanaryFailedError
+from engines.native.commands import (
+    AssumeRole,
+    Command,
+    Detach,
+    Flushed,
+    ReleaseGateway,
+    RunCanary,
+    Stop,
+    Submit,
+    Wake,
+)
+from engines.native.keeper import SlotKeeper
+from engines.native.memory import ServingMemory
+from engines.native.meter import Meter
+from engines.native.model import CHUNK_TOKENS, SlotModel
+from engines.native.roles import RoleFacts, check_assume
+from engines.native.rows import FinishReason, Row, RowState, finish_reason
+from engines.native.sampling import sample
+from engines.native.streams import Outbox, StreamPort
+from engines.native.text import Decoding, StreamText
+from engines.native.waiting import WaitingRequests
+
+__all__ = ["Scheduler", "SchedulerLimits"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Source = Literal["fresh", "slot", "replay"]
+
+_NOT_SERVING: Final = GenerateError(
+    "not_serving", "this engine stopped serving", status=503, resumable=True
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds, from the engine's spec."""
+
+    max_queue: int
+    adopt_grace_s: float
+    max_unsent_tokens: int
+
+
+class Scheduler:
+    """Rows, queues and the role. Built by start-up, then owned by the model thread."""
+
+    def __init__(
+        self,
+        *,
+        model: SlotModel,
+        memory: ServingMemory,
+        decoding: Decoding,
+        eos_ids: frozenset[int],
+        limits: SchedulerLimits,
+        meter: Meter,
+        outbox: Outbox,
+        exact: bool,
+    ) -> None:
+        self._model = model
+        self._memory = memory
+        self._decoding = decoding
+        self._eos_ids = eos_ids
+        self._limits = limits
+        self._meter = meter
+        self._outbox = outbox
+        self._exact = exact
+        self._keeper = SlotKeeper(memory, decoding, grace_s=limits.adopt_grace_s)
+        self._waiting = WaitingRequests(max_queue=limits.max_queue, slots=model.geometry.slots)
+        self._canary = Canary(model)
+        self._canaries: deque[tuple[RunCanary, Iterator[CanaryResult | None]]] = deque()
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._stopping = False
+        self.role: Role = "none"  # read by the event loop, written here
+        self.epoch = 0
+
+    def post(self, command: Command) -> None:
+        """Give the model thread something to do; from any thread, never blocks.
+
+        The number of commands that can wait is bounded by the number of connections.
+        """
+        self._inbox.put(command)
+
+    def run(self) -> None:
+        """The loop; returns after `Stop`. Exceptions are the caller's to report: they are bugs."""
+        with torch.inference_mode():
+            while not self._stopping:
+                self._receive()
+                self._expire()
+                self._admit()
+                self._prefill_one()
+                self._decode_all()
+                self._canary_piece()
+                self._publish()
+
+    # ----------------------------------------------------------------- commands
+
+    def _receive(self) -> None:
+        """All commands that wait; sleeps when there is nothing else to do."""
+        try:
+            if not self._has_work():
+                self._handle(self._inbox.get(timeout=self._idle_timeout_s()))
+            while True:
+                self._handle(self._inbox.get_nowait())
+        except queue.Empty:
+            pass
+        self._outbox.flush()
+
+    def _handle(self, command: Command) -> None:
+        match command:
+            case Submit():
+                self._submit(command)
+            case Detach(port=port, is_cancelled=is_cancelled):
+                self._detach(port, is_cancelled=is_cancelled)
+            case Flushed(port=port):
+                self._flushed(port)
+            case Wake():
+                pass  # the loop looks at every row anyway
+            case AssumeRole(assume=assume, future=future):
+                _answer(future, lambda: self._assume(assume.role, assume.epoch))
+            case RunCanary():
+                self._canaries.append((command, self._canary.pieces()))
+            case ReleaseGateway(gateway=gateway):
+                self._release_gateway(gateway)
+            case Stop():
+                self._stop()
+
+    def _has_work(self) -> bool:
+        return bool(
+            self._canaries
+            or (self._waiting and self._keeper.free_slots)
+            or self._keeper.in_state(RowState.PREFILL)
+            or self._decodable()
+        )
+
+    def _idle_timeout_s(self) -> float | None:
+        deadline_s = self._keeper.next_deadline_s()
+        return None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+
+    def _stop(self) -> None:
+        """Leave in order: slots stay for a successor, streams go on elsewhere."""
+        self._leave_streams()
+        self._outbox.flush()
+        for command, _ in self._canaries:
+            command.future.cancel()
+        self._stopping = True
+
+    # --------------------------------------------------------------------- role
+
+    def _assume(self, role: Role, epoch: int) -> Assumed:
+        check_assume(RoleFacts(self.role, self.epoch, self._memory.is_shared), role, epoch)
+        started = mapped = time.perf_counter()
+        adopted: list[str] = []
+        if role == self.role:
+            if role != "standby":
+                self._memory.table.claim(epoch)
+        elif role == "standby":
+            self._step_down()
+        else:
+            self._memory.raise_to_writer(epoch)
+            mapped = time.perf_counter()
+            adopted = [row.request_id.hex() for row in self._keeper.adopt()]
+            self._meter.counters.adopted_slots += len(adopted)
+        self.role, self.epoch = role, epoch
+        self._meter.set_epoch(epoch)
+        done = time.perf_counter()
+        log.info("role %s at epoch %d, %d slots adopted", role, epoch, len(adopted))
+        return Assumed(role, epoch, adopted, (mapped - started) * 1e3, (done - mapped) * 1e3)
+
+    def _step_down(self) -> None:
+        """Become standby at a step boundary: everything is committed, nothing else is freed."""
+        if self.role == "primary":
+            for row in self._keeper.in_state(RowState.PREFILL):
+                self._free(row, tell=_NOT_SERVING)
+            self._leave_streams()
+            self._keeper.forget()
+        self._memory.drop_to_reader()
+
+    def _leave_streams(self) -> None:
+        """Tell every stream to go on elsewhere; slots are not touched."""
+        for row in self._keeper.rows:
+            if row.port is not None and row.state is not RowState.FINISHED:
+                self._outbox.put(row.port, _NOT_SERVING, is_last=True)
+                row.port = None
+        for submit in self._waiting.remove_all():
+            self._outbox.put(submit.port, _NOT_SERVING, is_last=True)
+
+    # ----------------------------------------------------------------- requests
+
+    def _submit(self, submit: Submit) -> None:
+        request, port = submit.request, submit.port
+        refusal = self._refusal(request.epoch)
+        if refusal is not None:
+            self._outbox.put(port, refusal, is_last=True)
+            return
+        for old in self._waiting.remove_request(request.request_id):
+            self._outbox.put(old.port, _superseded(), is_last=True)
+        row = self._keeper.of_request(request.request_id)
+        if row is not None and self._continue_row(row, submit):
+            return
+        if request.delivered and self._answer_complete(submit):
+            return
+        if not self._waiting.try_add(submit, free_slots=self._keeper.free_slots):
+            self._meter.counters.refused_requests += 1
+            self._outbox.put(port, _queue_full(len(self._waiting)), is_last=True)
+            return
+        self._meter.counters.requests += 1
+        self._accept(submit, source="replay" if request.delivered else "fresh")
+
+    def _refusal(self, epoch: int) -> GenerateError | None:
+        if self.role not in ("primary", "batch"):
+            return GenerateError(
+                "not_serving", f"this engine has role {self.role}", status=503, resumable=True
+            )
+        if epoch != self.epoch:
+            return GenerateError(
+                "stale_epoch",
+                f"the request names epoch {epoch}, this engine serves epoch {self.epoch}",
+                status=503,
+                resumable=True,
+            )
+        return None
+
+    def _continue_row(self, row: Row, submit: Submit) -> bool:
+        """Give a slot's stream to this connection; False if the slot holds something else."""
+        request = submit.request
+        if row.port is not None and row.state is not RowState.FINISHED:
+            self._outbox.put(row.port, _superseded(), is_last=True)
+        if not row.fits(request):
+            log.warning(
+                "slot %d does not hold what request %s has received: replaying it",
+                row.slot,
+                request.request_id.hex(),
+            )
+            self._free(row)
+            return False
+        row.attach(request, submit.port, self._decoding)
+        if not row.tokens:
+            self._accept(submit, source="replay" if request.delivered else "fresh")
+            return True
+        self._meter.counters.resumes_from_slot += 1
+        self._accept(submit, source="slot")
+        self._send(row)
+        return True
+
+    def _answer_complete(self, submit: Submit) -> bool:
+        """A client that lacks nothing but the end gets it without a slot."""
+        request, port = submit.request, submit.port
+        text = StreamText(self._decoding, request.params.stop, skip_chars=request.delivered_chars)
+        text.feed(request.delivered)
+        reason = finish_reason(request.delivered, text, request.params, self._eos_ids)
+        if reason is None:
+            return False
+        self._accept(submit, source="replay")
+        row = Row.of_request(-1, request, port, self._decoding)
+        row.tokens, row.text = request.delivered, text
+        self._send_end(row, reason)
+        return True
+
+    def _accept(self, submit: Submit, *, source: Source) -> None:
+        if source == "replay":
+            self._meter.counters.resumes_by_replay += 1
+        frame = Accepted(submit.request.prompt_ids, self.epoch, source, self._exact)
+        self._outbox.put(submit.port, frame)
+
+    def _admit(self) -> None:
+        """Move waiting requests into free slots, but zero at most one whole slot per step."""
+        while self._waiting and self._keeper.free_slots:
+            if not self._keeper.begin(self._waiting.pop()):
+                return
+
+    # ---------------------------------------------------------------- computing
+
+    def _prefill_one(self) -> None:
+        """One chunk of the oldest row that still has prompt to compute."""
+        rows = self._keeper.in_state(RowState.PREFILL)
+        if not rows:
+            return
+        row = rows[0]
+        self._meter.step_begins()
+        ids = row.prompt_ids[row.prefilled : row.prefilled + CHUNK_TOKENS]
+        logits = self._model.prefill(self._memory.kv, row.slot, ids, start=row.prefilled)
+        row.prefilled += len(ids)
+        if row.prefilled == len(row.prompt_ids):
+            self._advance(row, logits)
+        self._meter.step_ends(is_prefill=True)
+        self._outbox.flush()
+
+    def _decode_all(self) -> None:
+        """One token for every row that may go on."""
+        rows = self._decodable()
+        if not rows:
+            return
+        self._meter.step_begins()
+        logits = self._model.decode(
+            self._memory.kv, [(r.slot, r.tokens[-1], r.next_position) for r in rows]
+        )
+        for row in rows:
+            self._advance(row, logits[row.slot])
+        self._meter.step_ends(is_prefill=False)
+        self._outbox.flush()
+
+    def _decodable(self) -> list[Row]:
+        return [r for r in self._keeper.in_state(RowState.DECODE) if not self._is_paused(r)]
+
+    def _is_paused(self, row: Row) -> bool:
+        """Whether the gateway has too much unread; it then wakes us by reading."""
+        port, bound = row.port, self._limits.max_unsent_tokens
+        if port is None or port.unsent_tokens <= bound:
+            return False
+        port.wants_wake = True
+        return port.unsent_tokens > bound  # looked at again: it may have drained in between
+
+    def _advance(self, row: Row, logits: npt.NDArray[np.float32]) -> None:
+        """Choose the next token, or repeat a delivered one; commit it, then send it."""
+        if not np.isfinite(logits).all():
+            self._fail(row)
+            return
+        params, count = row.params, len(row.tokens)
+        token_id = sample(
+            logits,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=params.seed,
+            count=count,
+        )
+        counters = self._meter.counters
+        if row.is_replaying:
+            counters.replayed_tokens += 1
+            if token_id != row.forced[count]:
+                counters.replay_differences += 1
+                log.warning("replay of slot %d differs at token %d", row.slot, count)
+            token_id = row.forced[count]
+        row.commit(token_id, self._memory.table)
+        counters.tokens += 1
+        self._send(row)
+
+    def _send(self, row: Row) -> None:
+        reason = row.finish_reason(self._eos_ids)
+        if reason is None:
+            self._send_delta(row)
+            return
+        self._send_end(row, reason)
+        row.state = RowState.FINISHED
+
+    def _send_delta(self, row: Row) -> None:
+        delta = row.take_delta()
+        if delta is not None and row.port is not None:
+            self._outbox.put(row.port, delta, tokens=len(delta.token_ids))
+
+    def _send_end(self, row: Row, reason: FinishReason) -> None:
+        row.text.finish()
+        self._send_delta(row)
+        if row.port is not None:
+            self._outbox.put(row.port, End(reason, row.usage), is_last=True)
+
+    def _fail(self, row: Row) -> None:
+        """Numbers went wrong in this row: end the request, keep the others."""
+        log.error("slot %d produced non-finite logits", row.slot)
+        self._meter.counters.failed_requests += 1
+        self._keeper.zero_whole(row)
+        failure = GenerateError(
+            "engine_failed", "the model produced non-finite numbers", status=500, resumable=True
+        )
+        self._free(row, tell=failure)
+
+    def _canary_piece(self) -> None:
+        """Half a canary between two steps of serving."""
+        if not self._canaries:
+            return
+        command, pieces = self._canaries[0]
+        try:
+            result = next(pieces)
+        except CanaryFailedError as error:
+            self._canaries.popleft()
+            if command.future.set_running_or_notify_cancel():
+                command.future.set_exception(error)
+            return
+        if result is not None:
+            self._canaries.popleft()
+            self._meter.counters.canaries += 1
+            if command.future.set_running_or_notify_cancel():
+                command.future.set_result(result)
+
+    # ------------------------------------------------------------- ends of rows
+
+    def _detach(self, port: StreamPort, *, is_cancelled: bool) -> None:
+        """A connection is gone: with `Cancel` the client is, without it the gateway may return."""
+        self._waiting.remove_port(port)
+        row = self._keeper.of_port(port)
+        if row is None:
+            return
+        if is_cancelled or row.state is RowState.PREFILL:
+            self._free(row)
+        else:
+            self._keeper.park(row)
+
+    def _flushed(self, port: StreamPort) -> None:
+        """The kernel has taken the last frame of a stream: only now the slot may go."""
+        row = self._keeper.of_port(port)
+        if row is not None and row.state is RowState.FINISHED:
+            self._free(row)
+
+    def _release_gateway(self, gateway: str) -> None:
+        self._waiting.remove_gateway(gateway)
+        for row in self._keeper.rows:
+            if row.params.gateway == gateway:
+                self._free(row)
+
+    def _expire(self) -> None:
+        for row in self._keeper.expired():
+            log.info("slot %d was not resumed in time", row.slot)
+            self._meter.counters.expired_slots += 1
+            self._free(row)
+
+    def _free(self, row: Row, *, tell: GenerateError | None = None) -> None:
+        if tell is not None and row.port is not None:
+            self._outbox.put(row.port, tell, is_last=True)
+        self._keeper.free(row)
+
+    def _publish(self) -> None:
+        decoding = self._keeper.in_state(RowState.DECODE)
+        self._meter.publish(
+            active=len(decoding) + len(self._keeper.in_state(RowState.PREFILL)),
+            parked=len(self._keeper.in_state(RowState.PARKED)),
+            queued=len(self._waiting),
+            paused=sum(1 for row in decoding if self._is_paused(row)),
+        )
+
+
+def _superseded() -> GenerateError:
+    return GenerateError("superseded", "the request was resumed on another connection", status=409)
+
+
+def _queue_full(queued: int) -> GenerateError:
+    return GenerateError(
+        "queue_full", f"{queued} requests are waiting already", status=429, retry_after_s=1.0
+    )
+
+
+def _answer(future: "Future[T]", work: Callable[[], T]) -> None:
+    """Run `work` for a future."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work())
+    except Exception as error:  # noqa: BLE001 - it is the answer to the one who asked
+        future.set_exception(error)

@@ -1,0 +1,115 @@
+"""Start of an engine, in the model thread: attach, map, bind, prove, and be ready.
+
+Everything here blocks, with deadlines from the spec; meanwhile the main thread answers `starting`
+on the control socket. What fails is raised as a typed error and ends the process.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cache.arena import ArenaMapping
+from cache.client import AttachedWeights, KvMemory, attach, load_private, open_kv
+from engines.contract import EngineSpec, ProgressPage
+from engines.native.kv import tensor_at
+from engines.native.memory import Ballast, PrivateMemory, ServingMemory, SharedMemory
+from engines.native.meter import Meter
+from engines.native.model import CHUNK_TOKENS, SlotModel, tensors_of
+from engines.native.request import RequestPreparer
+from engines.native.scheduler import Scheduler, SchedulerLimits
+from engines.native.selfcheck import SelfCheck, prove
+from engines.native.skeleton import Skeleton, build_skeleton
+from engines.native.streams import Outbox
+
+__all__ = ["StartedEngine", "start_engine"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StartedEngine:
+    """An engine that is ready for a role, and all that must stay alive with it."""
+
+    scheduler: Scheduler
+    preparer: RequestPreparer
+    meter: Meter
+    weights: AttachedWeights
+    weights_mapping: ArenaMapping
+    kv: KvMemory | None  # None: private memory, nothing to donate
+    check: SelfCheck
+    attach_ms: float
+    ballast: Ballast
+
+
+def start_engine(
+    spec: EngineSpec, skeleton: Skeleton | None, page: ProgressPage, outbox: Outbox
+) -> StartedEngine:
+    """Do everything up to `ready`. Takes as long as loading takes when this is the first engine.
+
+    Raises:
+        UnderstudyError: one of the typed errors of cache and engine; the process cannot serve.
+    """
+    torch.set_num_threads(1)
+    skeleton = skeleton or build_skeleton(spec.load)
+    geometry = skeleton.kv_geometry(slots=spec.slots, max_length=spec.max_length)
+    ballast = Ballast(spec.ballast_bytes)
+    weights, attach_ms, mapping = _attach(spec)
+    arena = tensor_at(mapping.address, mapping.size_bytes, torch.uint8)
+    model = SlotModel(skeleton, tensors_of(weights.manifest, arena), geometry)
+    kv: KvMemory | None = None
+    memory: ServingMemory
+    if weights.connection is None or spec.private_kv:
+        memory = PrivateMemory(geometry, chunk_tokens=CHUNK_TOKENS)
+    else:
+        kv = open_kv(weights.connection, geometry, timeout_s=spec.attach_timeout_s)
+        memory = SharedMemory(kv.opened, kv.fds, kv.table_fd, chunk_tokens=CHUNK_TOKENS)
+    with torch.inference_mode():
+        check = prove(model)
+    model.lengths = check.lengths
+    log.info(
+        "self-check in %.0f ms: exact=%s, attended lengths %s",
+        check.duration_ms,
+        check.exact,
+        check.lengths,
+    )
+    meter = Meter(page)
+    scheduler = Scheduler(
+        model=model,
+        memory=memory,
+        decoding=skeleton.decoding,
+        eos_ids=skeleton.eos_ids,
+        limits=SchedulerLimits(spec.max_queue, spec.adopt_grace_s, spec.max_unsent_tokens),
+        meter=meter,
+        outbox=outbox,
+        exact=check.exact,
+    )
+    return StartedEngine(
+        scheduler=scheduler,
+        preparer=RequestPreparer(skeleton, max_length=spec.max_length),
+        meter=meter,
+        weights=weights,
+        weights_mapping=mapping,
+        kv=kv,
+        check=check,
+        attach_ms=attach_ms,
+        ballast=ballast,
+    )
+
+
+def _attach(spec: EngineSpec) -> tuple[AttachedWeights, float, ArenaMapping]:
+    started = time.perf_counter()
+    if spec.cache_socket is None:
+        weights = load_private(spec.load)
+    else:
+        weights = attach(
+            Path(spec.cache_socket),
+            spec.load,
+            instance=spec.instance,
+            timeout_s=spec.attach_timeout_s,
+            on_mismatch=spec.on_mismatch,
+        )
+    mapping = weights.map()
+    return weights, (time.perf_counter() - started) * 1e3, mapping
