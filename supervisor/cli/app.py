@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import typer
 
-from supervisor.cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_USAGE, report
+from supervisor.cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, report
 from supervisor.errors import UnderstudyError
 
 __all__ = ["VERBS", "build_app", "run_command_line"]
@@ -60,9 +60,10 @@ def run_command_line(arguments: Sequence[str]) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # `supervisor history | head`: the reader has what it wanted. Python would complain once
-        # more when it flushes stdout at exit, so give it somewhere to go.
+        # more when it flushes stdout at exit, so give it somewhere to go. (Where the pipe breaks
+        # inside a command, typer itself ends quietly with 1.)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_PIPE
+        return EXIT_FAILED
     except Exception as error:  # noqa: BLE001 -- the last place before the user: no traceback
         return _unexpected(error)
     return outcome if isinstance(outcome, int) else 0

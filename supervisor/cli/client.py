@@ -21,10 +21,13 @@ __all__ = ["AdminClient"]
 
 _CONNECT_TIMEOUT_S: Final = 3.0
 _READ_TIMEOUT_S: Final = 15.0
-_OPERATION_TIMEOUT_S: Final = 180.0
-"""A switchover may have to wait for a drain, a restart for an engine to come up."""
+_OPERATION_TIMEOUT_S: Final = 310.0
+"""A restart waits for an engine to come up; the supervisor itself gives up after 300 s."""
 _MAX_BODY_BYTES: Final = 64 << 20
 _MAX_EVENT_BYTES: Final = 1 << 20
+_MAX_EVENTS: Final = 2000
+_STREAM_TIMEOUT_S: Final = 60.0
+"""Without a heartbeat for so long (they come every 10 s), the other side hangs."""
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -66,47 +69,52 @@ class AdminClient:
         given = {key: value for key, value in (body or {}).items() if value is not None}
         return self._call("POST", path + ("?dry_run=true" if dry_run else ""), given, timeout_s)
 
-    def events(self, *, since: int, follow: bool) -> Iterator[dict[str, Any]]:
-        """Events after `since`, oldest first; with `follow` until the connection ends."""
-        path = f"/v1/events?since={since}" + ("&follow=1" if follow else "")
-        # A silent stream is normal while nothing happens; a dead supervisor closes the socket.
-        timeout_s = 3600.0 if follow else _READ_TIMEOUT_S
-        connection, response = self._exchange("GET", path, None, timeout_s)
-        with contextlib.closing(connection), self._explained(timeout_s):
+    def events(self, *, since: int) -> list[dict[str, Any]]:
+        """Events after `since` that the supervisor still has in memory, oldest first."""
+        found = self.get(f"/v1/events?since={since}&limit={_MAX_EVENTS}").get("events")
+        return [event for event in found if isinstance(event, dict)] if found else []
+
+    def follow_events(self, *, since: int | None) -> Iterator[dict[str, Any]]:
+        """Events after `since` (default: only new ones) until the connection ends."""
+        path = "/v1/events?follow=1" + ("" if since is None else f"&since={since}")
+        accept = "text/event-stream"
+        with self._exchange("GET", path, None, _STREAM_TIMEOUT_S, accept) as response:
             yield from _server_sent_events(response)
 
     def _call(
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
     ) -> dict[str, Any]:
-        connection, response = self._exchange(method, path, body, timeout_s)
-        with contextlib.closing(connection), self._explained(timeout_s):
+        with self._exchange(method, path, body, timeout_s) as response:
             return _json_object(response)
 
+    @contextlib.contextmanager
     def _exchange(
-        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """Send a request; the response's body is still to be read.
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout_s: float,
+        accept: str = "application/json",
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Send a request; inside the block the response's body can be read.
 
         Raises:
             NotReachableError: nobody listens, or the supervisor went away meanwhile.
             DeadlineExceededError: no answer in time.
             AdminError: the supervisor answered with a problem.
         """
-        connection = _UnixConnection(self.socket, timeout_s=timeout_s)
         payload = None if body is None else json.dumps(body).encode()
-        headers = {"Accept": "application/json, text/event-stream"}
+        headers = {"Accept": accept}
         if payload is not None:
             headers["Content-Type"] = "application/json"
-        try:
+        with contextlib.closing(_UnixConnection(self.socket, timeout_s=timeout_s)) as connection:
             self._connect(connection)
-            with self._explained(timeout_s):
+            with _explained(timeout_s):
                 connection.request(method, path, payload, headers)
-                response = connection.getresponse()
-                _raise_for_problem(response)
-        except BaseException:
-            connection.close()
-            raise
-        return connection, response
+                # A response that ends with its connection owns the socket: close it as well.
+                with contextlib.closing(connection.getresponse()) as response:
+                    _raise_for_problem(response)
+                    yield response
 
     def _connect(self, connection: http.client.HTTPConnection) -> None:
         try:
@@ -117,18 +125,19 @@ class AdminClient:
                 hint="start it with 'supervisor run FILE', or check -f FILE and the directory",
             ) from error
 
-    @contextlib.contextmanager
-    def _explained(self, timeout_s: float) -> Iterator[None]:
-        """Errors of the transport in the words of an operator."""
-        try:
-            yield
-        except TimeoutError as error:
-            raise DeadlineExceededError("the supervisor's answer", timeout_s=timeout_s) from error
-        except (http.client.HTTPException, OSError) as error:
-            raise NotReachableError(
-                "the supervisor closed the connection before it answered",
-                hint="it may have stopped or crashed; see 'supervisor status'",
-            ) from error
+
+@contextlib.contextmanager
+def _explained(timeout_s: float) -> Iterator[None]:
+    """Errors of the transport in the words of an operator."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise DeadlineExceededError("the supervisor's answer", timeout_s=timeout_s) from error
+    except (http.client.HTTPException, OSError) as error:
+        raise NotReachableError(
+            "the supervisor closed the connection before it answered",
+            hint="it may have stopped or crashed; see 'supervisor status'",
+        ) from error
 
 
 def _raise_for_problem(response: http.client.HTTPResponse) -> None:

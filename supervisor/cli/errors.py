@@ -10,7 +10,6 @@ __all__ = [
     "EXIT_INTERRUPTED",
     "EXIT_NOT_REACHABLE",
     "EXIT_OK",
-    "EXIT_PIPE",
     "EXIT_PRECONDITION",
     "EXIT_USAGE",
     "AdminError",
@@ -23,8 +22,7 @@ EXIT_USAGE: Final = 2
 EXIT_NOT_REACHABLE: Final = 3
 EXIT_PRECONDITION: Final = 4
 EXIT_INTERRUPTED: Final = 130
-EXIT_PIPE: Final = 141
-"""Both as a shell reports a process that the signal ended (SIGINT, SIGPIPE)."""
+"""As a shell reports a process that SIGINT ended."""
 
 _PRECONDITION_STATUS: Final = frozenset({404, 409, 412, 423, 429})
 

@@ -31,7 +31,7 @@ def command(file: FileArgument, output: OutputOption = Output.TEXT) -> None:
 
 
 def _show(plan: "Plan", available_bytes: int) -> None:
-    from supervisor.topology.surroundings import readable
+    from supervisor.topology.findings import readable
 
     out = console()
     out.print(f"{plan.name}: state in {plan.state_dir}")
@@ -52,7 +52,7 @@ def _process_table(plan: "Plan") -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from supervisor.topology.surroundings import readable
+    from supervisor.topology.findings import readable
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("#", "what", "name", "device", "started by"):
@@ -66,7 +66,7 @@ def _process_table(plan: "Plan") -> "Table":
 
 
 def _group_line(group: "GroupPlan") -> str:
-    from supervisor.topology.surroundings import readable
+    from supervisor.topology.findings import readable
 
     estimate = group.memory
     weights = "unknown" if estimate.weights_bytes is None else readable(estimate.weights_bytes)

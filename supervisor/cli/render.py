@@ -86,7 +86,9 @@ def describe_operation(operation: Mapping[str, Any]) -> str:
     head = " ".join(str(p) for p in (operation.get("kind"), subject) if p)
     text = operation.get("text") or operation.get("result")
     state = operation.get("state", "done")
-    sentence = f"{head}: {state}" + (f", {_result(text)}" if text else "")
+    sentence = f"{head}: {state}"
+    for more in (operation.get("error"), text):
+        sentence += f", {_result(more)}" if more else ""
     if isinstance(operation.get("epoch"), int) and operation["epoch"]:
         sentence += f", epoch {operation['epoch']}"
     phases = phases_of(operation)
@@ -174,7 +176,7 @@ def _style(word: str) -> str:
 
 
 def _size(value: object) -> str:
-    from supervisor.topology.surroundings import readable
+    from supervisor.topology.findings import readable
 
     return readable(value) if isinstance(value, int) else "-"
 

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,9 +25,10 @@ def command(file: FileArgument) -> None:
     Processes that an earlier supervisor of the same state directory left are taken over.
     """
     topology = _checked(file)
-    daemon = import_module("supervisor.daemon")  # late: it brings the whole control plane
+    from supervisor import daemon  # late: it brings the whole control plane
+
     with _registered(topology, file), _observer(topology) as observer:
-        code: int = daemon.run(topology, file, observer=observer)
+        code = daemon.run(topology, file, observer=observer)
     if code:
         raise typer.Exit(code)
 

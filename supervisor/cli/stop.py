@@ -17,7 +17,8 @@ from supervisor.errors import (
     UnderstudyError,
 )
 
-_DEADLINE_S: Final = 30.0
+_ANSWER_S: Final = 10.0
+_POLL_S: Final = 0.05
 
 
 class StillRunningError(UnderstudyError):
@@ -33,10 +34,13 @@ def command(
         typer.Argument(metavar="[FILE]", help="Topology file. Default: the only one running."),
     ] = None,
     file: FileOption = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="How long to wait until it is gone.")
+    ] = 30.0,
 ) -> None:
     """Stop the supervisor and all its processes.
 
-    Waits until they are gone, at most 30 seconds, and names what remains.
+    Waits until they are gone, and names what remains when time runs out.
     """
     target = find(topology or file)
     client = AdminClient(target.socket)
@@ -47,8 +51,8 @@ def command(
     started = time.monotonic()
     # The answer may be cut off by the very stop that was asked for: the pid is what counts.
     with contextlib.suppress(DeadlineExceededError, NotReachableError):
-        client.post("stop", timeout_s=_DEADLINE_S)
-    _wait_gone(pid, ticks, target, started)
+        client.post("stop", timeout_s=min(timeout, _ANSWER_S))
+    _wait_gone(pid, ticks, target, deadline=started + timeout)
     print(f"{target.name}: stopped in {time.monotonic() - started:.1f} s")
 
 
@@ -64,17 +68,16 @@ def _identity(status: dict[str, Any]) -> tuple[int, int | None]:
     return pid, stat.start_ticks if stat else None
 
 
-def _wait_gone(pid: int, ticks: int | None, target: Target, started: float) -> None:
+def _wait_gone(pid: int, ticks: int | None, target: Target, *, deadline: float) -> None:
     from supervisor.topology.machine import is_alive
 
     while is_alive(pid, ticks):
-        if time.monotonic() - started > _DEADLINE_S:
+        if time.monotonic() > deadline:
             raise StillRunningError(
-                f"the supervisor (pid {pid}) still runs after {_DEADLINE_S:.0f} s"
-                + _leftovers(target),
+                f"the supervisor (pid {pid}) still runs when time is up{_leftovers(target)}",
                 hint=f"see its log, then end it with kill -TERM {pid}",
             )
-        time.sleep(0.05)
+        time.sleep(_POLL_S)
     if left := _leftovers(target):
         raise StillRunningError(
             f"the supervisor is gone{left}",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-__all__ = ["Finding", "Issue", "Place", "Severity", "closest", "dotted", "one_of"]
+__all__ = ["Finding", "Issue", "Place", "Severity", "closest", "dotted", "one_of", "readable"]
 
 Place = tuple[str | int, ...]
 """A place in the document: `("groups", 0, "kv", "slots")`. Empty: the document itself."""
@@ -81,3 +81,16 @@ def one_of(names: Iterable[str]) -> str:
     """`a, b or c`."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def readable(size_bytes: int) -> str:
+    """1610612736 -> `1.5 GiB`, for people."""
+    for unit, unit_bytes in (
+        ("TiB", 1 << 40),
+        ("GiB", 1 << 30),
+        ("MiB", 1 << 20),
+        ("KiB", 1 << 10),
+    ):
+        if size_bytes >= unit_bytes:
+            return f"{size_bytes / unit_bytes:.1f} {unit}"
+    return f"{size_bytes} B"

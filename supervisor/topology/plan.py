@@ -64,12 +64,13 @@ class Plan:
 def plan_topology(topology: Topology) -> Plan:
     """The plan for a topology that has been loaded; looks at checkpoints, changes nothing."""
     state_dir = topology.state_dir.absolute()
-    groups, processes = [], [_supervisor(topology, state_dir)]
+    # As the daemon starts them: the address answers at once, requests wait for a primary.
+    processes = [_supervisor(topology, state_dir), *_gateways(topology, state_dir / "run")]
+    groups = []
     for group in topology.groups:
         estimate = estimate_group(group, read_checkpoint(group.model.path))
         groups.append(GroupPlan(group.name, str(group.model.path), tuple(group.devices), estimate))
         processes += _group_processes(group, estimate, state_dir / "run")
-    processes += _gateways(topology, state_dir / "run")
     return Plan(
         name=topology.name,
         state_dir=str(state_dir),

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from supervisor.topology.checkpoint import Checkpoint, read_checkpoint
-from supervisor.topology.findings import Issue, Place, Severity
+from supervisor.topology.findings import Issue, Place, Severity, readable
 from supervisor.topology.machine import Machine
 from supervisor.topology.memory import GATEWAY_BYTES, SUPERVISOR_BYTES, estimate_group
-from supervisor.topology.schema import Group, ListenAddress, Topology, format_size
+from supervisor.topology.schema import Group, ListenAddress, Topology
 
-__all__ = ["check_surroundings", "needed_bytes", "readable"]
+__all__ = ["check_surroundings", "needed_bytes"]
 
 _FULL = 0.9
 _SHARED_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -182,12 +182,3 @@ def _memory(topology: Topology, checkpoints: list[Checkpoint], machine: Machine)
     severity = Severity.WARNING if fits else Severity.ERROR
     instead = "write fewer kv slots or a smaller max_length, or free memory"
     yield Issue(("groups",), what, instead, severity, needs=(("gateway", "workers"),), at_key=True)
-
-
-def readable(size_bytes: int) -> str:
-    """1610612736 -> `1.5 GiB`, for people."""
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        unit_bytes = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}[unit]
-        if size_bytes >= unit_bytes:
-            return f"{size_bytes / unit_bytes:.1f} {unit}"
-    return format_size(size_bytes)
