@@ -1,5 +1,6 @@
 """The `supervisor` command: its verbs, and what becomes of errors."""
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -47,6 +48,9 @@ def build_app() -> typer.Typer:
 
 def run_command_line(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; every error has become a line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a file name need not be UTF-8
+            stream.reconfigure(errors="backslashreplace")
     try:
         outcome = build_app()(
             args=list(arguments) or ["--help"], prog_name="supervisor", standalone_mode=False

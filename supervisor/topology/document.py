@@ -21,7 +21,7 @@ from supervisor.topology.findings import Finding, Issue, Place, Severity, dotted
 
 __all__ = ["MAX_FILE_BYTES", "Document", "Mark", "parse_value", "read_document"]
 
-MAX_FILE_BYTES: Final = 1 << 20
+MAX_FILE_BYTES: Final = 256 << 10
 _MAX_NODES: Final = 50_000
 _MAX_DEPTH: Final = 50
 
@@ -131,7 +131,7 @@ def _read_text(path: Path, document: Document) -> str | None:
         _complain(document, nowhere, f"cannot be read: {reason}", "name a topology file")
         return None
     if len(raw) > MAX_FILE_BYTES:
-        what = f"is longer than {MAX_FILE_BYTES >> 20} MiB"
+        what = f"is longer than {MAX_FILE_BYTES >> 10} KiB"
         _complain(document, nowhere, what, "name a topology file")
         return None
     try:

@@ -5,6 +5,7 @@ person reads: the same with file, line and column. Checks yield issues and know 
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +17,7 @@ Place = tuple[str | int, ...]
 """A place in the document: `("groups", 0, "kv", "slots")`. Empty: the document itself."""
 
 _SIMILAR: Final = 0.6
+_PLAIN_KEY = re.compile(r"[\w-]+")
 
 
 class Severity(StrEnum):
@@ -66,7 +68,11 @@ def dotted(place: Place) -> str:
     """`("groups", 0, "name")` -> `groups[0].name`."""
     text = ""
     for part in place:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            shown = part if _PLAIN_KEY.fullmatch(part) else repr(part)
+            text += f".{shown}" if text else shown
     return text
 
 

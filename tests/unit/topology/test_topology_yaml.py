@@ -66,7 +66,12 @@ def test_a_folder_is_a_finding(site: Site) -> None:
 
 def test_a_huge_file_is_refused_before_it_is_parsed(site: Site) -> None:
     (finding,) = found(site, b"#" * (MAX_FILE_BYTES + 1))
-    assert finding.what == "is longer than 1 MiB"
+    assert finding.what == "is longer than 256 KiB"
+
+
+def test_a_key_with_a_line_break_stays_on_one_line(site: Site) -> None:
+    findings = found(site, '"a\\nb": 1\n"\\e[31m": 2\n')
+    assert [f.path for f in findings if f.what == "unknown key"] == ["'a\\nb'", "'\\x1b[31m'"]
 
 
 def test_deep_nesting_is_a_finding(site: Site) -> None:
