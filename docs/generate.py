@@ -11,6 +11,7 @@ from typing import Final
 
 from docs.cli_page import cli_page
 from docs.config_page import config_page
+from docs.errors_page import errors_page
 from docs.fsm_page import fsm_page
 from supervisor.observe.metrics_doc import render_metrics_doc
 from supervisor.topology.jsonschema import SCHEMA_FILE, schema_text
@@ -24,6 +25,7 @@ PAGES: Final[dict[str, Callable[[], str]]] = {
     "docs/CLI.md": cli_page,
     "docs/CONFIG.md": config_page,
     "docs/METRICS.md": render_metrics_doc,
+    "docs/errors.md": errors_page,
     "docs/fsm.md": fsm_page,
 }
 

@@ -4,11 +4,14 @@ import ipaddress
 from collections import Counter
 from collections.abc import Iterator
 
+from supervisor.core.ladder import parse_condition
 from supervisor.topology.findings import Issue, Place, Severity
 from supervisor.topology.schema import EngineRole, Group, ListenAddress, Topology
 from supervisor.topology.support import unsupported
 
 __all__ = ["check_semantics"]
+
+WARNING = Severity.WARNING
 
 
 def check_semantics(topology: Topology) -> Iterator[Issue]:
@@ -40,7 +43,7 @@ def _addresses(topology: Topology) -> Iterator[Issue]:
     if not _is_loopback(gateway):
         what = f"the gateway listens on {gateway} and asks nobody for a password"
         instead = f"write 127.0.0.1:{gateway.port}, or keep a firewall or proxy before it"
-        yield Issue(gateway_place, what, instead, Severity.WARNING)
+        yield Issue(gateway_place, what, instead, WARNING)
 
 
 def _is_loopback(address: ListenAddress) -> bool:
@@ -151,7 +154,18 @@ def _batch(group: Group, place: Place) -> Iterator[Issue]:
     engines, batch = (*place, "engines"), (*place, "batch")
     if not group.batch.model_fields_set:
         return
+    if group.batch.freeze_when is not None:
+        try:
+            parse_condition(group.batch.freeze_when)
+        except ValueError as error:
+            what, _, instead = str(error).partition("; ")
+            yield Issue((*batch, "freeze_when"), what, instead)
+    elif group.batch.evict_after is not None:
+        what = "evict_after never comes without freeze_when: only a frozen engine is evicted"
+        yield Issue(
+            (*batch, "evict_after"), what, 'write freeze_when: "queue > 0" beside it', WARNING
+        )
     if all(engine.role is not EngineRole.BATCH for engine in group.engines):
         what = f"group {group.name!r} has rules for a batch engine and none of that role"
         instead = f"write one more engine: {{name: {group.name}-batch, role: batch}}"
-        yield Issue(batch, what, instead, Severity.WARNING, needs=(engines,), at_key=True)
+        yield Issue(batch, what, instead, WARNING, needs=(engines,), at_key=True)

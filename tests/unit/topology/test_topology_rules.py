@@ -174,9 +174,22 @@ def test_hang_after_shorter_than_two_intervals(site: Site) -> None:
     ]
 
 
+def test_a_freeze_condition_that_nobody_understands(site: Site) -> None:
+    changes = {"    devices": "    batch: {freeze_when: queue is long}\n    devices"}
+    (finding,) = site.check(changes)
+    assert (finding.line, finding.path) == (9, "groups[0].batch.freeze_when")
+    assert finding.what == "'queue is long' is not a condition"
+    assert finding.instead.endswith("such as queue > 0")
+
+
+def test_evict_after_without_freeze_when_is_a_warning(site: Site) -> None:
+    (finding,) = site.check({"    devices": "    batch: {evict_after: 2s}\n    devices"})
+    assert (finding.line, finding.severity) == (9, Severity.WARNING)
+
+
 def test_batch_rules_without_a_batch_engine_are_a_warning(site: Site) -> None:
     old = "      - {name: chat-batch, role: batch, kv: {slots: 2}}\n"
-    changes = {old: "    batch: {evict_after: 2s}\n"}
+    changes = {old: "    batch: {resume_after: 2s}\n"}
     (finding,) = site.check(changes)
     assert (finding.line, finding.severity) == (14, Severity.WARNING)
 
