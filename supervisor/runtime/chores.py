@@ -51,7 +51,9 @@ class GroupChores:
         except UnderstudyError as error:
             self._group.zygote.emit("zygote_failed", f"{self._group.zygote.name}: {error}")
             if self._group.zygote.record.has_given_up:
-                self._group.fail_start(error)
+                self._group.zygote.emit(
+                    "zygote_given_up", "engines start cold from now on, which takes seconds"
+                )
             if self._group.zygote.is_alive:
                 await self._group.zygote.fence(timeout_s=FENCE_S)
 
