@@ -107,7 +107,7 @@ class EngineUnit(Unit):
         was, self.verdict = self.verdict, verdict
         self.services.metrics.set_engine(self.group, self.name, self.state, verdict)
         worse = {Verdict.DEGRADED, Verdict.HUNG, Verdict.DEAD}
-        if verdict in worse or was in worse:
+        if (verdict in worse or was in worse) and not self.services.is_stopping:
             text = f"{self.name} is {verdict}" + (f": {reason}" if reason else "")
             self.emit("verdict", text, verdict=verdict, was=was)
 
@@ -267,7 +267,9 @@ class EngineUnit(Unit):
         """The fence is proven: keep the record, bury the instance."""
         self.apply(StateEvent.FENCE_PROVEN)
         self.services.metrics.restart(kind="engine", group=self.group, name=self.name)
-        self.after_death(was_ours=self.death_was_ours or self.services.is_stopping)
+        # Without a process nobody died: the fork itself failed, which is the zygote's record.
+        was_ours = self.death_was_ours or self.handle is None or self.services.is_stopping
+        self.after_death(was_ours=was_ours)
         self.death_was_ours = False
         self._forget()
 
