@@ -23,7 +23,7 @@ from typing import Final
 from supervisor.errors import PreconditionError
 from supervisor.topology.machine import is_alive
 
-__all__ = ["Entry", "folders", "register", "running", "unregister"]
+__all__ = ["Entry", "crashed", "folders", "register", "running", "unregister"]
 
 _MAX_ENTRY_BYTES: Final = 16 << 10
 
@@ -66,6 +66,7 @@ def register(entry: Entry, environ: Mapping[str, str]) -> Path:
                 f"{folder} is not a folder of yours alone",
                 hint=f"remove it, or run chmod 700 {folder}",
             )
+        _forget_crashed(folder, entry.state_dir)
         path = folder / f"{entry.name}-{entry.pid}.json"
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(entry)), encoding="utf-8")
@@ -78,6 +79,12 @@ def register(entry: Entry, environ: Mapping[str, str]) -> Path:
     return path
 
 
+def crashed(environ: Mapping[str, str]) -> list[Entry]:
+    """Entries whose process is gone without having removed them."""
+    found = [entry for folder in folders(environ) for entry in _entries(folder)]
+    return [entry for entry in found if not is_alive(entry.pid, entry.start_ticks)]
+
+
 def unregister(path: Path) -> None:
     """Remove an entry; it may be gone already."""
     path.unlink(missing_ok=True)
@@ -86,16 +93,24 @@ def unregister(path: Path) -> None:
 def running(environ: Mapping[str, str]) -> list[Entry]:
     """Every entry whose process is alive, by name and pid."""
     found = {entry.pid: entry for folder in folders(environ) for entry in _entries(folder)}
-    return sorted(found.values(), key=lambda entry: (entry.name, entry.pid))
+    alive = [entry for entry in found.values() if is_alive(entry.pid, entry.start_ticks)]
+    return sorted(alive, key=lambda entry: (entry.name, entry.pid))
 
 
 def _entries(folder: Path) -> Iterator[Entry]:
     if not _is_private(folder):
         return
     for path in sorted(folder.glob("*.json")):
-        entry = _read(path)
-        if entry is not None and is_alive(entry.pid, entry.start_ticks):
+        if (entry := _read(path)) is not None:
             yield entry
+
+
+def _forget_crashed(folder: Path, state_dir: str) -> None:
+    """Remove what earlier supervisors of this state directory left: the new one takes over."""
+    for path in folder.glob("*.json"):
+        entry = _read(path)
+        if entry and entry.state_dir == state_dir and not is_alive(entry.pid, entry.start_ticks):
+            unregister(path)
 
 
 def _read(path: Path) -> Entry | None:

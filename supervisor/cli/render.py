@@ -88,7 +88,7 @@ def describe_operation(operation: Mapping[str, Any]) -> str:
     state = operation.get("state", "done")
     sentence = f"{head}: {state}"
     for more in (operation.get("error"), text):
-        sentence += f", {_result(more)}" if more else ""
+        sentence += f", {_result(more)}" if more and more != head else ""
     if isinstance(operation.get("epoch"), int) and operation["epoch"]:
         sentence += f", epoch {operation['epoch']}"
     phases = phases_of(operation)

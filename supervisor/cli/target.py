@@ -41,10 +41,7 @@ def find(file: Path | None) -> Target:
         if len(entries) != 1:
             return _from_topology(file)
     if not entries:
-        raise NotReachableError(
-            "no supervisor of this user is running",
-            hint="start one with 'supervisor run FILE', or name its topology with -f FILE",
-        )
+        raise _none_runs()
     if len(entries) > 1:
         names = ", ".join(f"{entry.name} ({entry.file})" for entry in entries)
         raise PreconditionError(
@@ -52,6 +49,20 @@ def find(file: Path | None) -> Target:
         )
     (entry,) = entries
     return Target(entry.name, Path(entry.state_dir), Path(entry.socket), Path(entry.file))
+
+
+def _none_runs() -> NotReachableError:
+    from supervisor.cli import registry
+
+    for entry in registry.crashed(os.environ):
+        return NotReachableError(
+            f"the supervisor {entry.name!r} ended without being stopped",
+            hint=f"start it again with 'supervisor run {entry.file}'; it adopts what still runs",
+        )
+    return NotReachableError(
+        "no supervisor of this user is running",
+        hint="start one with 'supervisor run FILE', or name its topology with -f FILE",
+    )
 
 
 def _from_topology(file: Path) -> Target:

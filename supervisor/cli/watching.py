@@ -21,15 +21,15 @@ _LINE_EVERY_S: Final = 2.0
 
 
 def ready_lines(status: Mapping[str, Any], gateway: str, admin: str) -> list[str]:
-    """What an operator wants to know first; addresses of the status (ports in use) come first."""
+    """What an operator wants to know first; the ports in use, where the file leaves them open."""
     lines = []
     for group in status.get("groups") or ():
         standby = ", ".join(map(str, group.get("standby") or ())) or "none yet"
         primary = group.get("primary") or "none yet"
         lines.append(f"ready: {group.get('name')}: primary {primary}, standby {standby}")
-    workers = status.get("gateway") or [{}]
-    in_use = workers[0].get("address") or gateway
-    return [*lines, f"clients: http://{in_use}/v1", f"admin: http://{admin}"]
+    in_use = status.get("addresses") or {}
+    clients, operators = in_use.get("gateway") or gateway, in_use.get("admin") or admin
+    return [*lines, f"clients: http://{clients}/v1", f"admin: http://{operators}"]
 
 
 class _Observer:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from supervisor.process.identity import read_marker, state_id_of
+from supervisor.process.identity import find_marked, read_marker, state_id_of
 from supervisor.process.stat import read_stat
 from supervisor.topology.schema import ListenAddress
 
@@ -51,8 +51,8 @@ class Machine(Protocol):
     def held_by_us(self, state_dir: Path, address: ListenAddress) -> bool:
         """Whether the supervisor of `state_dir`, or a process it left behind, listens there."""
 
-    def running_pid(self, state_dir: Path) -> int | None:
-        """Process id of the supervisor that holds the lock of `state_dir`, if it is alive."""
+    def is_in_use(self, state_dir: Path) -> bool:
+        """Whether a supervisor of `state_dir` runs, or processes that one left behind."""
 
 
 def is_alive(pid: int, start_ticks: int | None = None) -> bool:
@@ -109,8 +109,15 @@ class LocalMachine:
                 return True
         return False
 
+    def is_in_use(self, state_dir: Path) -> bool:
+        """By the lock, and by the marker that every child carries."""
+        return self.running_pid(state_dir) is not None or bool(find_marked(state_id_of(state_dir)))
+
     def running_pid(self, state_dir: Path) -> int | None:
-        """From `state_dir/lock`: `{"pid": ..., "start_ticks": ...}`."""
+        """Process id of the supervisor that holds the lock, if it is alive.
+
+        From `state_dir/lock`: `{"pid": ..., "start_ticks": ...}`.
+        """
         try:
             lock = json.loads((state_dir / "lock").read_bytes()[:4096])
         except (OSError, ValueError):

@@ -27,15 +27,19 @@ def check_surroundings(topology: Topology, machine: Machine) -> Iterator[Issue]:
     yield from _state_dir(state_dir)
     yield from _port(topology.admin.listen, ("admin", "listen"), state_dir, machine)
     yield from _port(topology.gateway.listen, ("gateway", "listen"), state_dir, machine)
+    # Processes that run already have their weights and their memory: a supervisor that comes back
+    # must be able to take them over, though the checkpoint is out of reach now.
+    in_use = machine.is_in_use(state_dir)
+    missing = Severity.WARNING if in_use else Severity.ERROR
     checkpoints = [read_checkpoint(group.model.path) for group in topology.groups]
     for index, (group, checkpoint) in enumerate(zip(topology.groups, checkpoints, strict=True)):
         place: Place = ("groups", index)
         for problem in checkpoint.problems:
-            yield Issue((*place, "model", "path"), problem.what, problem.instead)
+            yield Issue((*place, "model", "path"), problem.what, problem.instead, missing)
         yield from _model(group, checkpoint, place)
         yield from _devices(group, place, machine)
         yield from _client_socket(group, place)
-    if machine.running_pid(state_dir) is None:
+    if not in_use:
         yield from _memory(topology, checkpoints, machine)
 
 

@@ -403,6 +403,17 @@ def test_stop_says_what_remains_when_time_is_up(
     assert error_of(done).startswith(text)
 
 
+def test_a_crashed_supervisor_is_named_with_the_way_back(
+    site: Site, stand_in: subprocess.Popen[str]
+) -> None:
+    stand_in.kill()
+    stand_in.wait(10)
+    done = supervisor(site, "status")
+    assert done.returncode == 3
+    assert "the supervisor 'demo' ended without being stopped" in error_of(done)
+    assert f"supervisor run {site.file}" in error_of(done)
+
+
 def test_stop_of_a_crashed_supervisor_names_the_processes_it_left(site: Site) -> None:
     site.write_correct()
     site.state_dir.mkdir()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.cli.registry import Entry, folders, register, running, unregister
+from supervisor.cli.registry import Entry, crashed, folders, register, running, unregister
 from supervisor.errors import PreconditionError
 from supervisor.process.identity import read_process_id
 
@@ -47,8 +47,13 @@ def test_an_entry_of_a_dead_process_is_stale(environ: dict[str, str], entry: Ent
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         ticks = read_process_id(child.pid).start_ticks
         child.wait(10)
-    register(replace(entry, pid=child.pid, start_ticks=ticks), environ)
+    dead = replace(entry, pid=child.pid, start_ticks=ticks)
+    register(dead, environ)
     assert running(environ) == []
+    assert crashed(environ) == [dead]
+    register(entry, environ)
+    assert running(environ) == [entry]
+    assert crashed(environ) == [], "the next supervisor of the state directory takes its place"
 
 
 def test_a_pid_with_another_start_time_is_another_process(

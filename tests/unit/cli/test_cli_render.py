@@ -11,7 +11,7 @@ from rich.console import Console
 from supervisor.cli.logs import newest_log
 from supervisor.cli.outlet import Outlet
 from supervisor.cli.render import describe_operation, event_line, status_view, when
-from supervisor.cli.watching import LineObserver, ready_lines
+from supervisor.cli.watching import LineObserver, TerminalObserver, ready_lines
 from supervisor.errors import NotFoundError
 from supervisor.observe.observer import NullObserver, RunObserver
 from tests.unit.cli.fake_admin import OPERATION, STATUS
@@ -91,7 +91,7 @@ def test_a_process_without_a_log_is_told_which_there_are(tmp_path: Path) -> None
 
 
 def test_ready_lines_name_the_address_that_is_in_use() -> None:
-    status = {**STATUS, "gateway": [{"address": "127.0.0.1:41234"}]}
+    status = {**STATUS, "addresses": {"gateway": "127.0.0.1:41234"}}
     assert ready_lines(status, "127.0.0.1:0", "127.0.0.1:9400") == [
         "ready: chat: primary chat-b, standby chat-a",
         "clients: http://127.0.0.1:41234/v1",
@@ -109,6 +109,21 @@ def test_loading_prints_few_lines_and_always_the_last(capsys: pytest.CaptureFixt
         "loading chat: 0 B of 100.0 MiB (0 %), 5.0 MiB/s, 20 s left",
         "loading chat: 100.0 MiB of 100.0 MiB (100 %), 5.0 MiB/s, 0 s left",
     ]
+
+
+def test_a_terminal_sees_a_bar_then_events_then_who_serves(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with TerminalObserver(gateway="127.0.0.1:8000", admin="127.0.0.1:9400") as observer:
+        watched: RunObserver = observer
+        watched.loading("chat", 50 << 20, 100 << 20, 5 << 20, 10.0)
+        watched.event({"seq": 1, "time": 0, "kind": "zygote_ready", "text": "[it] is ready"})
+        watched.loading("chat", 100 << 20, 100 << 20, 5 << 20, 0.0)
+        watched.ready(STATUS)
+    out = capsys.readouterr().out
+    for text in ("loading chat", "100.0/100.0 MiB", "zygote_ready  [it] is ready"):
+        assert text in out
+    assert out.endswith("clients: http://127.0.0.1:8000/v1\nadmin: http://127.0.0.1:9400\n")
 
 
 def test_nobody_watching_is_fine() -> None:

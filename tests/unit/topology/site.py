@@ -48,7 +48,7 @@ class FakeMachine:
     gpus: frozenset[int] = frozenset()
     taken: Mapping[int, PortState] = field(default_factory=dict)
     ours: frozenset[int] = frozenset()
-    running: int | None = None
+    in_use: bool = False
 
     def memory(self) -> Memory:
         return Memory(self.available_bytes, self.total_bytes)
@@ -62,8 +62,8 @@ class FakeMachine:
     def held_by_us(self, state_dir: Path, address: ListenAddress) -> bool:  # noqa: ARG002
         return address.port in self.ours
 
-    def running_pid(self, state_dir: Path) -> int | None:  # noqa: ARG002
-        return self.running
+    def is_in_use(self, state_dir: Path) -> bool:  # noqa: ARG002
+        return self.in_use
 
 
 @dataclass

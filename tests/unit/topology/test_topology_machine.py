@@ -93,6 +93,8 @@ def test_the_port_of_a_worker_that_outlived_its_supervisor_is_ours(tmp_path: Pat
         try:
             assert LocalMachine().held_by_us(tmp_path, address)
             assert not LocalMachine().held_by_us(tmp_path / "other", address)
+            assert LocalMachine().is_in_use(tmp_path)
+            assert not LocalMachine().is_in_use(tmp_path / "other")
         finally:
             worker.kill()
 

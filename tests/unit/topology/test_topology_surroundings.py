@@ -254,5 +254,11 @@ def test_memory_counts_ballast(site: Site) -> None:
     assert only(site.check(changes, machine=FakeMachine(available_bytes=8 << 30))).line == 6
 
 
-def test_a_running_supervisor_has_its_memory_already(site: Site) -> None:
-    assert site.check(machine=FakeMachine(available_bytes=0, running=4711)) == []
+def test_processes_that_run_already_have_their_memory(site: Site) -> None:
+    """A supervisor that comes back after a crash must be able to adopt what it left."""
+    assert site.check(machine=FakeMachine(available_bytes=0, in_use=True)) == []
+
+
+def test_processes_that_run_already_need_no_checkpoint(site: Site) -> None:
+    (site.model / "model.safetensors").unlink()
+    assert only(site.check(machine=FakeMachine(in_use=True))).severity is Severity.WARNING
