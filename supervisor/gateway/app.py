@@ -123,6 +123,7 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             self._control.close()
+            self._sock.close()
 
     async def _finish(self) -> None:
         self._http.stop()

@@ -150,9 +150,11 @@ class Gateway:
 
     async def until(self, condition: Callable[[GatewayStatus], bool]) -> GatewayStatus:
         async with asyncio.timeout(10):
-            while not condition(status := await self.status()):
+            while True:
+                status = await self.status()
+                if condition(status):
+                    return status
                 await asyncio.sleep(0.01)
-        return status
 
     async def engine(self, name: str, script: Script = tell, **settings: float) -> ScriptedEngine:
         path = self.folder / f"{name}.gen"
@@ -179,6 +181,16 @@ def target_of(engine: Path | ScriptedEngine | None, epoch: int) -> RouteTarget |
         return None
     path = engine if isinstance(engine, Path) else engine.path
     return RouteTarget(path.stem, str(path), epoch)
+
+
+def spawn_engine(path: Path, *, tokens: int, delay_s: float) -> subprocess.Popen[bytes]:
+    """A scripted engine that can be killed."""
+    module = "tests.unit.gateway.scripted"
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(path), str(tokens), str(delay_s)],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
 
 
 @pytest.fixture
@@ -437,11 +449,7 @@ async def test_old_http_gets_a_plain_body_and_a_closed_connection(gateway: Gatew
 async def test_an_engine_process_killed_in_mid_stream_costs_no_text(gateway: Gateway) -> None:
     gateway.story = Story(400)
     a_path = gateway.folder / "a.gen"
-    a = subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.gateway.scripted", str(a_path), "400", "0.005"],
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-    )
+    a = spawn_engine(a_path, tokens=400, delay_s=0.005)
     gateway.stack.callback(a.kill)
     assert a.stdout is not None
     with a, a.stdout:
@@ -449,7 +457,7 @@ async def test_an_engine_process_killed_in_mid_stream_costs_no_text(gateway: Gat
         b = await gateway.engine("b")
         await gateway.route(a_path, 1)
         async with gateway.client() as client:
-            killing = chat_text(client, lambda count: count == 20 and a.kill())
+            killing = chat_text(client, lambda count: a.kill() if count == 20 else None)
             others = [chat_text(client), chat_text(client)]
             tasks = [asyncio.create_task(text) for text in (killing, *others)]
             await asyncio.to_thread(a.wait, 20)
@@ -471,8 +479,7 @@ async def test_a_request_without_streaming_is_protected_too(gateway: Gateway) ->
     async with gateway.client() as client:
         task = asyncio.create_task(client.completions.create(model="chat", prompt="x"))
         async with asyncio.timeout(10):
-            while not a.lines:
-                await asyncio.sleep(0.01)
+            await a.was_asked.wait()
             await a.lines[0].got_eof.wait()
         await gateway.route(b, 2)
         answer = await task

@@ -10,6 +10,7 @@ import contextlib
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -103,7 +104,7 @@ Script = Callable[["ScriptedEngine", Line, Generate], Awaitable[None]]
 async def tell(engine: "ScriptedEngine", line: Line, request: Generate) -> None:
     """What a good engine does: accept, and tell the story from where the client is."""
     resume = request.resume
-    source = "fresh" if resume is None else "slot"
+    source: Literal["fresh", "slot"] = "fresh" if resume is None else "slot"
     await line.send(Accepted(PROMPT_IDS, request.epoch, source, exact=True))
     index = 0 if resume is None else len(resume.token_ids)
     chars = 0 if resume is None else resume.chars
@@ -155,11 +156,12 @@ class ScriptedEngine:
         self.burst = 1
         self.requests: list[Generate] = []
         self.lines: list[Line] = []
+        self.was_asked = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "ScriptedEngine":
-        self._server = await asyncio.start_unix_server(self._serve, sock=listen_unix(self.path))
+        self._server = await asyncio.start_unix_server(self._accept, sock=listen_unix(self.path))
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
@@ -178,11 +180,12 @@ class ScriptedEngine:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._serve(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line = Line(reader, writer)
         watcher: asyncio.Task[None] | None = None
         try:
@@ -191,6 +194,7 @@ class ScriptedEngine:
                 return
             self.requests.append(request)
             self.lines.append(line)
+            self.was_asked.set()
             watcher = asyncio.create_task(line.watch())
             await self.script(self, line, request)
             await watcher
