@@ -165,6 +165,8 @@ def _engine_table(group: Mapping[str, Any]) -> "Table":
     for engine in _items(group, "engines"):
         row = [str(engine.get(key) or "-") for key in ("name", "role", "state", "verdict", "pid")]
         restarts, uptime = engine.get("restarts"), engine.get("uptime_s")
+        if not engine.get("pid"):
+            row[3], uptime = "-", None  # nobody is there to be healthy
         cells: Iterable[Text] = [Text(cell, style=_style(cell)) for cell in row]
         table.add_row(*cells, str(restarts if restarts is not None else "-"), _duration(uptime))
     return table

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,10 @@ from supervisor.cli.client import AdminClient
 from supervisor.cli.options import FileOption, Output, OutputOption
 from supervisor.cli.render import console, print_json, status_view
 from supervisor.cli.target import connect
+from supervisor.errors import NotReachableError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def command(
@@ -50,4 +54,12 @@ def _watch(client: AdminClient, output: Output, interval_s: float) -> None:
     with Live(status_view(client.status()), console=console(), auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)
-            live.update(status_view(client.status()), refresh=True)
+            live.update(_look(client), refresh=True)
+
+
+def _look(client: AdminClient) -> "RenderableType":
+    """The status, or why there is none: a supervisor that restarts is back in a moment."""
+    try:
+        return status_view(client.status())
+    except NotReachableError as error:
+        return error.message

@@ -39,6 +39,13 @@ def test_status_of_another_release_is_shown_as_far_as_it_goes(status: dict[str, 
     assert "supervisor pid -" in shown(status)
 
 
+def test_an_engine_without_a_process_is_not_called_healthy() -> None:
+    engine = {"name": "x", "role": "none", "state": "evicted", "verdict": "healthy", "pid": None}
+    text = shown({"groups": [{"engines": [engine]}]})
+    row = next(line for line in text.splitlines() if line.startswith(" x"))
+    assert row.split() == ["x", "none", "evicted", "-", "-", "-", "-"]
+
+
 def test_a_paused_supervisor_says_so() -> None:
     assert "nothing is started, stopped or promoted" in shown({**STATUS, "paused": True})
 
