@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from cache.checkpoint import TensorSource
 from cache.errors import ArenaMemoryError, CheckpointCorruptError, CheckpointMissingError
@@ -26,11 +26,19 @@ from cache.manifest import CHECKSUM_BYTES
 from cache.plan import Copy, LoadPlan
 from cache.protocol import Progress, dtype_bytes
 
-__all__ = ["CHUNK_BYTES", "HostWriter", "fill"]
+__all__ = ["CHUNK_BYTES", "ArenaWriter", "HostWriter", "fill"]
 
 CHUNK_BYTES: Final = 1 << 20
 
 _PROGRESS_EVERY_S: Final = 0.1
+
+
+class ArenaWriter(Protocol):
+    """Where the bytes go. Called from several threads at once, never for the same bytes."""
+
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        """Write all of `data` at `offset_bytes` of the arena."""
+        ...
 
 
 class HostWriter:
@@ -68,7 +76,7 @@ class _Cancelled(Exception):  # noqa: N818 - not an error: another task has fail
 
 def fill(
     plan: LoadPlan,
-    writer: HostWriter,
+    writer: ArenaWriter,
     *,
     threads: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -101,7 +109,7 @@ def fill(
 class _Run:
     """State shared by the threads of one fill. The first failure stops all of them."""
 
-    def __init__(self, plan: LoadPlan, writer: HostWriter) -> None:
+    def __init__(self, plan: LoadPlan, writer: ArenaWriter) -> None:
         self._writer = writer
         self._paths = sorted({copy.source.file for copy in plan.copies})
         self._total_bytes = plan.source_bytes
