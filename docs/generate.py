@@ -4,6 +4,7 @@ Each page is a function that returns its text from the code it describes, so not
 drift; CI runs `--check`.
 """
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Final
 
 from docs.cli_page import cli_page
 from docs.config_page import config_page
-from docs.errors_page import errors_page
 from docs.fsm_page import fsm_page
 from supervisor.observe.metrics_doc import render_metrics_doc
 from supervisor.topology.jsonschema import SCHEMA_FILE, schema_text
@@ -19,6 +19,13 @@ from supervisor.topology.jsonschema import SCHEMA_FILE, schema_text
 __all__ = ["PAGES", "main"]
 
 ROOT: Final = Path(__file__).resolve().parent.parent
+
+
+def errors_page() -> str:
+    """The catalogue of errors, from an interpreter of its own that imports every error class."""
+    command = [sys.executable, "-m", "supervisor.admin.errors_doc"]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
 
 PAGES: Final[dict[str, Callable[[], str]]] = {
     SCHEMA_FILE: schema_text,
