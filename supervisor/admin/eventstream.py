@@ -9,8 +9,9 @@ from aiohttp import web
 from supervisor.admin.problems import BadRequestError, LimitReachedError
 from supervisor.observe.events import EventLog, Subscription
 
-__all__ = ["EventStreams"]
+__all__ = ["EventStreams", "encode_event"]
 
+_HEARTBEAT: Final = b": nothing new\n\n"
 MAX_STREAMS: Final = 32
 HEARTBEAT_S: Final = 10.0
 """A comment when nothing happens: proxies and clients see that the stream lives."""
@@ -69,7 +70,7 @@ class EventStreams:
                     await _write(
                         response, f'event: skipped\ndata: {{"skipped":{lost}}}\n\n'.encode()
                     )
-                await _write(response, _encode(event))
+                await _write(response, encode_event(event) if event else _HEARTBEAT)
         except (ConnectionError, TimeoutError):
             if request.transport is not None:  # gone, or takes nothing: there is nobody to tell
                 request.transport.abort()
@@ -96,9 +97,8 @@ def _start(request: web.Request, since: int | None) -> int | None:
     return int(given)
 
 
-def _encode(event: dict[str, Any]) -> bytes:
-    if not event:
-        return b": nothing new\n\n"
+def encode_event(event: dict[str, Any]) -> bytes:
+    """One event as a block of the stream."""
     data = json.dumps(event, separators=(",", ":"))  # ASCII: no line break of any kind inside
     return f"id: {event['seq']}\ndata: {data}\n\n".encode()
 

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from supervisor.admin import models
 from supervisor.admin.controller import Controller, Operation
-from supervisor.admin.eventstream import EventStreams
+from supervisor.admin.eventstream import EventStreams, encode_event
 from supervisor.admin.idempotency import IdempotencyStore
 from supervisor.admin.problems import BadRequestError, TimedOutError
 from supervisor.errors import NotFoundError
@@ -87,7 +87,7 @@ class Handlers:
     async def history(self, _request: web.Request, _: models.NoParameters) -> web.Response:
         """Past operations, the supervisor's own failovers among them."""
         found = await _within(READ_TIMEOUT_S, self._controller.history())
-        return _json({"history": found})
+        return _json({"operations": found})
 
     async def operation(self, request: web.Request, _: models.NoParameters) -> web.Response:
         """One operation."""
@@ -100,10 +100,17 @@ class Handlers:
         return _json({"operation": found})
 
     async def events(self, request: web.Request, p: models.EventsParameters) -> web.StreamResponse:
-        """Events as JSON, or as a stream (`follow`, or `Accept: text/event-stream`)."""
-        if p.follow or "text/event-stream" in request.headers.get("Accept", ""):
+        """Events as JSON, or as server-sent events (`follow`, `Accept: text/event-stream`)."""
+        accepted = _accepted(request)
+        is_stream = bool(p.follow) or "text/event-stream" in accepted
+        # EventSource accepts nothing else, and means to follow; who accepts both may say so.
+        follow = accepted == {"text/event-stream"} if p.follow is None else p.follow
+        if is_stream and follow:
             return await self.streams.serve(request, p.since)
         found = self._events.since(p.since or 0, limit=p.limit)
+        if is_stream:
+            page = b"".join(encode_event(event) for event in found)
+            return web.Response(body=page, content_type="text/event-stream", charset="utf-8")
         answer = {"events": found, "last_seq": self._events.last_seq}
         return _json(answer | {"degraded": self._events.degraded})
 
@@ -200,6 +207,12 @@ class Handlers:
             raise _no_group(name, list(groups))
         found: dict[str, Any] = groups[name]
         return found
+
+
+def _accepted(request: web.Request) -> set[str]:
+    """The media types that the client names."""
+    header = ",".join(request.headers.getall("Accept", []))
+    return {part.partition(";")[0].strip().lower() for part in header.split(",")} - {""}
 
 
 def _fit(group: dict[str, Any], names: list[str | None]) -> str | None:

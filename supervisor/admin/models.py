@@ -82,6 +82,7 @@ class EventsParameters(Parameters):
     """Only events behind this sequence number. Default: all in memory, or, when following, only
     new ones."""
     limit: Annotated[int, Field(ge=1, le=2000)] = 1000
-    """At most so many, the newest (JSON only)."""
-    follow: bool = False
-    """Keep the connection and send events as they come (server-sent events)."""
+    """At most so many, the newest; without effect when following."""
+    follow: bool | None = None
+    """Keep the connection and send events as they come, as server-sent events. Default: no, but
+    yes for a client that accepts `text/event-stream` alone."""

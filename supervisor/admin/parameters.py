@@ -8,9 +8,9 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from supervisor.admin.models import Parameters
-from supervisor.admin.problems import AdminError, BadRequestError, TimedOutError
+from supervisor.admin.problems import AdminApiError, BadRequestError, TimedOutError
 
-__all__ = ["MAX_BODY_BYTES", "BodyNotJsonError", "read_parameters"]
+__all__ = ["BODY_TIMEOUT_S", "MAX_BODY_BYTES", "BodyNotJsonError", "read_parameters"]
 
 MAX_BODY_BYTES: Final = 64 << 10
 BODY_TIMEOUT_S: Final = 10.0
@@ -18,7 +18,7 @@ BODY_TIMEOUT_S: Final = 10.0
 T = TypeVar("T", bound=Parameters)
 
 
-class BodyNotJsonError(AdminError):
+class BodyNotJsonError(AdminApiError):
     """The body of a request is not `application/json`."""
 
     code = "unsupported_media_type"

@@ -14,7 +14,7 @@ from supervisor.errors import SupervisorError, UnderstudyError
 
 __all__ = [
     "CONTENT_TYPE",
-    "AdminError",
+    "AdminApiError",
     "BadRequestError",
     "ForbiddenError",
     "IdempotencyKeyReusedError",
@@ -28,22 +28,22 @@ __all__ = [
 CONTENT_TYPE: Final = "application/problem+json"
 
 
-class AdminError(SupervisorError):
+class AdminApiError(SupervisorError):
     """Base of what the admin API itself refuses, before the supervisor is asked."""
 
-    code = "admin"
+    code = "admin_api"
     http_status = 400
     headers: ClassVar[dict[str, str]] = {}
 
 
-class BadRequestError(AdminError):
+class BadRequestError(AdminApiError):
     """The request is malformed: not JSON, an unknown field, a value of the wrong type."""
 
     code = "bad_request"
     exit_code = 2
 
 
-class UnauthorizedError(AdminError):
+class UnauthorizedError(AdminApiError):
     """The request needs the bearer token of `state_dir/admin.token`, and has none or another."""
 
     code = "unauthorized"
@@ -51,21 +51,21 @@ class UnauthorizedError(AdminError):
     headers: ClassVar[dict[str, str]] = {"WWW-Authenticate": 'Bearer realm="understudy"'}
 
 
-class ForbiddenError(AdminError):
+class ForbiddenError(AdminApiError):
     """The request comes from a place that may not ask: another user, or a foreign web page."""
 
     code = "forbidden"
     http_status = 403
 
 
-class IdempotencyKeyReusedError(AdminError):
+class IdempotencyKeyReusedError(AdminApiError):
     """The Idempotency-Key was used for another request within the last ten minutes."""
 
     code = "idempotency_key_reused"
     http_status = 422
 
 
-class LimitReachedError(AdminError):
+class LimitReachedError(AdminApiError):
     """A bound of the admin API is reached: connections, event streams or remembered keys."""
 
     code = "limit_reached"
@@ -73,7 +73,7 @@ class LimitReachedError(AdminError):
     headers: ClassVar[dict[str, str]] = {"Retry-After": "1"}
 
 
-class TimedOutError(AdminError):
+class TimedOutError(AdminApiError):
     """The supervisor did not finish in time; what was begun goes on."""
 
     code = "admin_timeout"
@@ -108,7 +108,7 @@ def problem_of(error: BaseException) -> dict[str, Any]:
 def problem_response(error: BaseException) -> web.Response:
     """The answer to a request that failed with this exception."""
     document = problem_of(error)
-    headers = dict(error.headers) if isinstance(error, AdminError | web.HTTPException) else {}
+    headers = dict(error.headers) if isinstance(error, AdminApiError | web.HTTPException) else {}
     kept = {k: v for k, v in headers.items() if k.lower() not in {"content-type", "content-length"}}
     body = msgspec.json.encode(document, enc_hook=str)
     return web.Response(

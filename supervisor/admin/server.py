@@ -26,7 +26,7 @@ from supervisor.admin.connections import Connections
 from supervisor.admin.controller import Controller
 from supervisor.admin.handlers import Handlers
 from supervisor.admin.openapi import openapi_document
-from supervisor.admin.parameters import MAX_BODY_BYTES, read_parameters
+from supervisor.admin.parameters import BODY_TIMEOUT_S, MAX_BODY_BYTES, read_parameters
 from supervisor.admin.problems import problem_response
 from supervisor.admin.routes import ROUTES, Route
 from supervisor.errors import StartFailedError, UnderstudyError
@@ -62,6 +62,7 @@ class AdminServer:
         *,
         max_connections: int = MAX_CONNECTIONS,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
+        body_timeout_s: float = BODY_TIMEOUT_S,
     ) -> None:
         self._handlers = Handlers(controller, events, metrics, openapi=openapi_document)
         self._metrics = metrics
@@ -70,6 +71,7 @@ class AdminServer:
         self._needs_token_always = auth == "all"
         self._max_connections = max_connections
         self._idle_timeout_s = idle_timeout_s
+        self._body_timeout_s = body_timeout_s
         self._token = ""
         self._runners: list[web.AppRunner] = []
         self._servers: list[asyncio.AbstractServer] = []
@@ -90,16 +92,16 @@ class AdminServer:
         try:
             unix_sock = await asyncio.to_thread(listen_unix, self.socket_path)
             stat = self.socket_path.stat()
-        except OSError as error:
-            raise StartFailedError(
-                f"the admin socket {self.socket_path} cannot be made: {error.strerror}",
-                hint="make the state directory writable",
-            ) from error
-        self._socket_id = (stat.st_dev, stat.st_ino)
-        try:
+            self._socket_id = (stat.st_dev, stat.st_ino)
             await self._serve(unix_sock, is_local=True)
             if self._listen_sock is not None:
                 await self._serve(self._listen_sock, is_local=False)
+        except OSError as error:
+            await self.stop()
+            raise StartFailedError(
+                f"the admin API cannot listen at {self.socket_path}: {error.strerror}",
+                hint="make the state directory writable",
+            ) from error
         except BaseException:
             await self.stop()
             raise
@@ -113,6 +115,8 @@ class AdminServer:
         await self._handlers.operations.close(timeout_s=_STOP_S)
         for runner in self._runners:
             await runner.cleanup()
+        if self._listen_sock is not None:
+            self._listen_sock.close()
         self._servers.clear()
         self._runners.clear()
 
@@ -155,7 +159,9 @@ class AdminServer:
 
     def _handler(self, route: Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            parameters = await read_parameters(request, route.parameters)
+            parameters = await read_parameters(
+                request, route.parameters, timeout_s=self._body_timeout_s
+            )
             return await route.handler(self._handlers, request, parameters)
 
         return handle

@@ -10,7 +10,7 @@ it. `render` takes some milliseconds of CPU; the admin server calls it in a thre
 
 import platform
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import (
@@ -272,8 +272,8 @@ class Metrics:
         self._standbys = self._gauge(
             "standbys_configured", "Standby engines that the topology names.", "group"
         )
-        self._group_state = StateSet(
-            self._gauge("group_state", "State of the group, one-hot.", "group", "state")
+        self._group_state = self._state_set(
+            "group_state", "State of the group, one-hot.", ("group", "state")
         )
         self._zygote_up = self._gauge("zygote_up", "1 while engines can be forked.", "group")
         self._mismatches = self._counter(
@@ -286,21 +286,17 @@ class Metrics:
 
     def _make_engine_families(self) -> None:
         labels = ("group", "engine")
-        self._engine_state = StateSet(
-            self._gauge("engine_state", "State of the engine, one-hot.", *labels, "state"),
-            ENGINE_STATES,
+        self._engine_state = self._state_set(
+            "engine_state", "State of the engine, one-hot.", (*labels, "state"), ENGINE_STATES
         )
-        self._engine_verdict = StateSet(
-            self._gauge(
-                "engine_verdict",
-                "Verdict on the engine, one-hot; all 0 before the first.",
-                *labels,
-                "verdict",
-            ),
+        self._engine_verdict = self._state_set(
+            "engine_verdict",
+            "Verdict on the engine, one-hot; all 0 before the first.",
+            (*labels, "verdict"),
             VERDICTS,
         )
-        self._engine_role = StateSet(
-            self._gauge("engine_role", "Role the engine has now, one-hot.", *labels, "role"), ROLES
+        self._engine_role = self._state_set(
+            "engine_role", "Role the engine has now, one-hot.", (*labels, "role"), ROLES
         )
         self._engine_numbers = {
             "active": self._gauge("engine_active", "Rows that decode.", *labels),
@@ -403,6 +399,13 @@ class Metrics:
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"understudy_{name}", text, labels, registry=self.registry)
+
+    def _state_set(
+        self, name: str, text: str, labels: Sequence[str], states: Iterable[str] = ()
+    ) -> StateSet:
+        found = StateSet(f"understudy_{name}", text, labels, states)
+        self.registry.register(found)
+        return found
 
     def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
         return Histogram(

@@ -1,29 +1,43 @@
 """A one-hot set: exactly one of the states has the value 1, and all have a series."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
-from prometheus_client import Gauge
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 __all__ = ["StateSet"]
 
 
-class StateSet:
-    """Sets one state of a labelled gauge to 1 and the others to 0; the state is its last label.
+class StateSet(Collector):
+    """A gauge whose last label is the state. A state that was not known joins the set, for all.
 
-    A state that was not known joins the set, for every key.
+    A scrape in another thread copies the current states first: it never sees two, or none.
     """
 
-    def __init__(self, gauge: Gauge, states: Iterable[str] = ()) -> None:
-        self._gauge = gauge
+    def __init__(
+        self, name: str, text: str, labels: Sequence[str], states: Iterable[str] = ()
+    ) -> None:
+        self._name = name
+        self._text = text
+        self._labels = labels
         self._states = list(states)
         self._current: dict[tuple[str, ...], str] = {}
 
     def set(self, key: tuple[str, ...], state: str) -> None:
         """Make `state` the one; the empty string stands for none."""
-        is_new_state = bool(state) and state not in self._states
-        if is_new_state:
+        if state and state not in self._states:
             self._states.append(state)
         self._current[key] = state
-        for each in self._current if is_new_state else (key,):
-            for name in self._states:
-                self._gauge.labels(*each, name).set(name == self._current[each])
+
+    def collect(self) -> Iterator[Metric]:
+        """The family as it is now."""
+        current, states = dict(self._current), list(self._states)
+        family = GaugeMetricFamily(self._name, self._text, labels=self._labels)
+        for key, hot in current.items():
+            for state in states:
+                family.add_metric([*key, state], float(state == hot))
+        yield family
+
+    def describe(self) -> Iterator[Metric]:
+        """The name only, for the registry's check on duplicates."""
+        yield GaugeMetricFamily(self._name, self._text, labels=self._labels)
