@@ -9,12 +9,13 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 import aiohttp
+import httpx
 import openai
 
 from cache.errors import DeadlineExceededError, UnderstudyError
@@ -24,7 +25,10 @@ __all__ = [
     "StreamFleet",
     "StreamRecord",
     "StreamRequest",
+    "Transport",
     "make_requests",
+    "parse_sse",
+    "read_openai",
 ]
 
 Transport = Literal["sse", "openai"]
@@ -237,25 +241,38 @@ class StreamFleet:
             record.error = repr(error)
         finally:
             record.ended_ns = time.monotonic_ns()
-            _parse_sse(record, raw)
+            parse_sse(record, raw)
 
     async def _read_openai(self, client: openai.AsyncOpenAI, record: StreamRecord) -> None:
         record.started_ns = time.monotonic_ns()
-        body = record.request.body()
-        extra = {"ignore_eos": body.pop("ignore_eos")}
+        name = record.request.name
+
+        def count() -> None:
+            self._received[name] += 1
+
         try:
-            stream = await client.completions.create(**body, extra_body=extra)
-            async for chunk in stream:
-                record.add(chunk.model_dump(), time.monotonic_ns())
-                self._received[record.request.name] += 1
-            record.has_end_mark = True  # the client hides `[DONE]`; it ends at it
-        except openai.OpenAIError as error:
-            record.error = repr(error)
+            await read_openai(client, record, on_chunk=count)
         finally:
             record.ended_ns = time.monotonic_ns()
 
 
-def _parse_sse(record: StreamRecord, raw: list[tuple[int, bytes]]) -> None:
+async def read_openai(
+    client: openai.AsyncOpenAI, record: StreamRecord, *, on_chunk: Callable[[], None]
+) -> None:
+    """Run one request with the official client; what it raises becomes the record's error."""
+    body = record.request.body()
+    extra = {"ignore_eos": body.pop("ignore_eos")}
+    try:
+        stream = await client.completions.create(**body, extra_body=extra)
+        async for chunk in stream:
+            record.add(chunk.model_dump(), time.monotonic_ns())
+            on_chunk()
+        record.has_end_mark = True  # the client hides `[DONE]`; it ends at it
+    except (openai.OpenAIError, httpx.HTTPError) as error:
+        record.error = repr(error)
+
+
+def parse_sse(record: StreamRecord, raw: Sequence[tuple[int, bytes]]) -> None:
     """Cut what arrived into events; an event's moment is that of its last byte."""
     buffer = b""
     for arrived_ns, data in raw:

@@ -12,6 +12,7 @@ __all__ = [
     "Command",
     "Detach",
     "Flushed",
+    "Pause",
     "ReleaseGateway",
     "RunCanary",
     "Stop",
@@ -71,8 +72,15 @@ class ReleaseGateway:
 
 
 @dataclass(frozen=True, slots=True)
+class Pause:
+    """Do nothing for a while: a fault on order, see `engines.native.faults`."""
+
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the loop at the next step boundary."""
 
 
-Command = Submit | Detach | Flushed | Wake | AssumeRole | RunCanary | ReleaseGateway | Stop
+Command = Submit | Detach | Flushed | Wake | AssumeRole | RunCanary | ReleaseGateway | Pause | Stop

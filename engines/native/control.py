@@ -24,9 +24,10 @@ from engines.contract import (
     EngineStatus,
     ReleaseGateway,
 )
-from engines.native.commands import AssumeRole, RunCanary
+from engines.native.commands import AssumeRole, Pause, RunCanary
 from engines.native.commands import ReleaseGateway as ReleaseGatewayCommand
 from engines.native.errors import NotReadyError
+from engines.native.faults import Faults, InjectFault
 from engines.native.startup import StartedEngine
 
 __all__ = ["ControlServer", "EngineHost"]
@@ -43,6 +44,7 @@ class EngineHost(Protocol):
 
     started: StartedEngine | None
     progress_fd: int
+    faults: Faults
 
     def status(self) -> EngineStatus:
         """The engine as it sees itself; cheap."""
@@ -76,6 +78,8 @@ class ControlServer:
             "cache.rejoin": self._rejoin,
             "shutdown": self._shutdown,
         }
+        if host.faults.is_enabled:
+            handlers["fault"] = self._fault
         self._server = RpcServer(path, CONTROL_PROTOCOL, CONTROL_VERSION, handlers)
 
     async def start(self) -> None:
@@ -109,7 +113,8 @@ class ControlServer:
     async def _canary(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:
         future: Future[CanaryResult] = Future()
         self._started().scheduler.post(RunCanary(future))
-        return await _wait(future, what="the canary", timeout_s=_CANARY_TIMEOUT_S), ()
+        result = await _wait(future, what="the canary", timeout_s=_CANARY_TIMEOUT_S)
+        return self._host.faults.answer(result), ()
 
     async def _progress(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:
         return None, (self._host.progress_fd,)
@@ -126,6 +131,12 @@ class ControlServer:
     async def _rejoin(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:
         self._started()
         self._host.rejoin_cache()
+        return None, ()
+
+    async def _fault(self, _peer: RpcPeer, raw: msgspec.Raw, _fds: list[int]) -> Answer:
+        pause_s = self._host.faults.inject(_decode(raw, InjectFault))
+        if pause_s:
+            self._started().scheduler.post(Pause(pause_s))
         return None, ()
 
     async def _shutdown(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:

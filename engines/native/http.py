@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from cache.wire import listen_unix
 from engines.contract import EngineStatus
+from engines.native.faults import Faults
 from engines.native.meter import STEP_BUCKETS_S, Meter
 
 __all__ = ["HttpServer", "MeterCollector"]
@@ -111,8 +112,10 @@ class HttpServer:
         group: str,
         status: Callable[[], EngineStatus],
         meter: Callable[[], Meter],
+        faults: Faults,
     ) -> None:
         self._path = path
+        self._faults = faults
         self._status = status
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(MeterCollector(group, status, meter))
@@ -132,9 +135,11 @@ class HttpServer:
         self._path.unlink(missing_ok=True)
 
     async def _health(self, _request: web.Request) -> web.Response:
+        is_true = await self._faults.health()
         status = self._status()
+        is_healthy = is_true and status.state in _HEALTHY
         body = {"state": status.state, "role": status.role, "epoch": status.epoch}
-        return web.json_response(body, status=200 if status.state in _HEALTHY else 503)
+        return web.json_response(body, status=200 if is_healthy else 503)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(

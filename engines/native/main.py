@@ -31,6 +31,7 @@ from engines.contract import (
 from engines.native.commands import Stop
 from engines.native.control import ControlServer
 from engines.native.errors import NotReadyError
+from engines.native.faults import Faults
 from engines.native.generate import GenerateServer
 from engines.native.http import HttpServer
 from engines.native.link import CacheLink
@@ -83,10 +84,11 @@ class EngineProcess:
         self._page.format()
         self._no_meter = Meter(self._page)
         self.started: StartedEngine | None = None
+        self.faults = Faults()
         run_dir = Path(spec.run_dir)
         self._control = ControlServer(run_dir / f"{spec.instance}.sock", self)
         self._http = HttpServer(
-            run_dir / f"{spec.instance}.http", spec.group, self.status, self._meter
+            run_dir / f"{spec.instance}.http", spec.group, self.status, self._meter, self.faults
         )
 
     async def serve(self) -> int:
@@ -257,7 +259,7 @@ def run(spec: EngineSpec, skeleton: Skeleton | None = None) -> NoReturn:
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        format="%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s",
         force=True,
     )
     status = 1

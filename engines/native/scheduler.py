@@ -35,6 +35,7 @@ from engines.native.commands import (
     Command,
     Detach,
     Flushed,
+    Pause,
     ReleaseGateway,
     RunCanary,
     Stop,
@@ -153,6 +154,8 @@ class Scheduler:
                 self._canaries.append((command, self._canary.pieces()))
             case ReleaseGateway(gateway=gateway):
                 self._release_gateway(gateway)
+            case Pause(duration_s=duration_s):
+                time.sleep(duration_s)
             case Stop():
                 self._stop()
 
