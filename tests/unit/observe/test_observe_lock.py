@@ -53,9 +53,17 @@ def test_the_directory_becomes_private(tmp_path: Path) -> None:
 
 def test_a_child_does_not_inherit_the_lock(tmp_path: Path) -> None:
     lock = StateLock(tmp_path).acquire()
+    script = "import sys; print('up', flush=True); sys.stdin.read()"
     with subprocess.Popen(
-        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        close_fds=False,
     ) as child:
+        # Popen may return before the kernel has closed what is close-on-exec.
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
         lock.release()
         with StateLock(tmp_path):
             assert child.poll() is None
