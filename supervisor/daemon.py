@@ -22,6 +22,7 @@ from supervisor.observe.observer import RunObserver
 from supervisor.process import ExitWatcher, become_subreaper, state_id_of
 from supervisor.runtime.controller import RuntimeController
 from supervisor.runtime.gateways import listen_tcp
+from supervisor.runtime.machine import LocalMachine
 from supervisor.runtime.paths import StatePaths
 from supervisor.runtime.services import Services
 from supervisor.runtime.supervisor import SupervisorRuntime
@@ -68,7 +69,7 @@ async def _main(topology: Topology, paths: StatePaths, disk: Disk, observer: Run
     watcher, lag = ExitWatcher(), LoopLag()
     metrics = Metrics(topology, version=__version__)
     services = Services(
-        topology, paths, state_id_of(paths.root), watcher, events, metrics, observer
+        topology, paths, state_id_of(paths.root), LocalMachine(watcher), events, metrics, observer
     )
     runtime = SupervisorRuntime(services, disk.journal, disk.state, lag)
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

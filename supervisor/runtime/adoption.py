@@ -11,7 +11,6 @@ Invariants
     2. At most one primary per group is adopted, the one of the highest epoch; any other is fenced.
 """
 
-import asyncio
 import logging
 import os
 from dataclasses import dataclass, field
@@ -23,15 +22,8 @@ import msgspec
 from cache.errors import UnderstudyError
 from engines.contract import Descriptors
 from supervisor.core.states import EngineState, Facts, StateEvent
-from supervisor.process import (
-    Marker,
-    ProcessId,
-    ProcessTree,
-    fence,
-    find_marked,
-    read_stat,
-    signal_process,
-)
+from supervisor.process import Marker, ProcessId, ProcessTree
+from supervisor.runtime.machine import LeftBehind
 from supervisor.runtime.unit import Unit
 
 if TYPE_CHECKING:
@@ -57,27 +49,20 @@ class Adoption:
 
 async def adopt(runtime: "SupervisorRuntime") -> Adoption:
     """Adopt or end every process that carries the marker of this state directory."""
-    found = await asyncio.to_thread(find_marked, runtime.services.state_id)
-    leaders = [(p, i) for p, i in found if _leads_its_session(p)]
+    found = await runtime.services.machine.left_behind(runtime.services.state_id)
     outcome = Adoption()
     units: dict[str, Unit] = {}
-    for process, instance in leaders:
-        unit = _unit_of(runtime, instance)
+    for left in found:
+        unit = _unit_of(runtime, left.instance)
         if unit is None or unit.name in units:
-            await _end(runtime, process, instance, outcome)
+            await _end(runtime, left.process, left.instance, outcome)
         else:
             units[unit.name] = unit
-            await _take(runtime, unit, process, instance, outcome)
+            await _take(runtime, unit, left, outcome)
     for group in runtime.groups:
         await _settle_roles(group, outcome)
         await _recover_memory(group)
     return outcome
-
-
-def _leads_its_session(process: ProcessId) -> bool:
-    """Workers inside an engine's own tree carry its marker too; only leaders are units."""
-    stat = read_stat(process.pid)
-    return stat is not None and stat.session == process.pid
 
 
 def _unit_of(runtime: "SupervisorRuntime", instance: str) -> Unit | None:
@@ -90,11 +75,13 @@ def _unit_of(runtime: "SupervisorRuntime", instance: str) -> Unit | None:
 
 
 async def _take(
-    runtime: "SupervisorRuntime", unit: Unit, process: ProcessId, instance: str, outcome: Adoption
+    runtime: "SupervisorRuntime", unit: Unit, left: LeftBehind, outcome: Adoption
 ) -> None:
-    stat = read_stat(process.pid)
-    if stat is not None and stat.state == "T":
-        signal_process(process, SIGCONT)  # a stopped process can neither answer nor be judged
+    process, instance = left.process, left.instance
+    if left.is_stopped:
+        runtime.services.machine.signal(
+            process, SIGCONT
+        )  # a stopped process can neither answer nor be judged
     try:
         unit.take(process, instance)
         await runtime.join(unit, timeout_s=_ANSWER_S)
@@ -112,7 +99,7 @@ async def _end(
 ) -> None:
     """Kill a process that no unit of the topology owns, or that does not answer."""
     marker = Marker(runtime.services.state_id, instance)
-    await fence(ProcessTree(process, marker), timeout_s=_FENCE_S)
+    await runtime.services.machine.fence(ProcessTree(process, marker), timeout_s=_FENCE_S)
     runtime.services.paths.forget(instance)
     outcome.ended.append(instance)
     runtime.services.events.append(

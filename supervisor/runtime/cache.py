@@ -8,7 +8,6 @@ disk, engines keep what they have mapped, and later failovers still adopt.
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -148,7 +147,7 @@ class CacheUnit(Unit):
                   bytes=self.status.weights_bytes, took_s=self.status.load_s)  # fmt: skip
 
     async def _donate(self, held: Held) -> None:
-        begun_ns = time.monotonic_ns()
+        begun_ns = self.services.clock.monotonic_ns()
         assert self.client is not None  # noqa: S101 - just joined
         raw, fds = await self.client.call(
             "donate",
@@ -160,16 +159,16 @@ class CacheUnit(Unit):
             os.close(fd)
         self._take(msgspec.json.decode(raw, type=CacheStatus))
         await self._wait_serving()
-        took_ms = (time.monotonic_ns() - begun_ns) / 1e6
+        took_ms = (self.services.clock.monotonic_ns() - begun_ns) / 1e6
         self.emit("memory_donated", f"{self.name} serves the same memory again",
                   took_ms=round(took_ms, 3))  # fmt: skip
 
     async def _wait_serving(self) -> None:
-        deadline = time.monotonic() + self._load_timeout_s
+        deadline = self.services.clock.monotonic() + self._load_timeout_s
         while self.status is None or self.status.state == "loading":
             if self.died.done():
                 raise self.start_failure()
-            if (remaining_s := deadline - time.monotonic()) <= 0:
+            if (remaining_s := deadline - self.services.clock.monotonic()) <= 0:
                 raise DeadlineExceededError("loading the weights", timeout_s=self._load_timeout_s)
             self._changed.clear()
             await self.change_or_death(self._changed, timeout_s=remaining_s)

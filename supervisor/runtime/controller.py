@@ -1,6 +1,5 @@
 """The admin API's view of the runtime: finds the group, checks, lets `GroupCommands` do it."""
 
-import time
 from typing import Any
 
 from supervisor.admin.controller import Operation
@@ -64,7 +63,8 @@ class RuntimeController:
     def _planned(self, kind: str, group: GroupRuntime, engine: str, text: str) -> Operation:
         return Operation(
             id="dry-run", kind=kind, group=group.name, engine=engine, state="planned",
-            cause="operator", started=time.time(), epoch=group.epoch, text=text,
+            cause="operator", started=self._runtime.services.clock.time(),
+            epoch=group.epoch, text=text,
         )  # fmt: skip
 
     async def promote(
@@ -137,22 +137,21 @@ class RuntimeController:
         for group in self._runtime.groups:
             group.reconcile()
         self._runtime.fleet.reconcile()
-        return _at_once("pause" if is_paused else "unpause", f"automation is {word}")
+        return self._at_once("pause" if is_paused else "unpause", f"automation is {word}")
 
     async def ack(self, group: str | None) -> Operation:
         """Forget past failovers by judgement."""
         for target in self._runtime.groups if group is None else [self._group(group)]:
             target.acknowledge()
-        return _at_once("ack", "failovers by judgement are possible again")
+        return self._at_once("ack", "failovers by judgement are possible again")
 
     async def stop(self) -> Operation:
         """Begin the orderly stop; the answer is sent before anything ends."""
         self._runtime.stop_requested.set()
-        return _at_once("stop", "stopping")
+        return self._at_once("stop", "stopping")
 
-
-def _at_once(kind: str, text: str) -> Operation:
-    """An operation that is done when it is answered."""
-    now_s = time.time()
-    return Operation(id=f"{kind}-{now_s:.6f}", kind=kind, cause="operator", started=now_s,
-                     duration_ms=0.0, text=text)  # fmt: skip
+    def _at_once(self, kind: str, text: str) -> Operation:
+        """An operation that is done when it is answered."""
+        now_s = self._runtime.services.clock.time()
+        return Operation(id=f"{kind}-{now_s:.6f}", kind=kind, cause="operator", started=now_s,
+                         duration_ms=0.0, text=text)  # fmt: skip

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import mmap
 import os
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -29,7 +28,7 @@ from supervisor.core.states import ALIVE, EngineState, Facts, StateEvent, next_s
 from supervisor.core.verdict import ProgressJudge, Sample, Verdict
 from supervisor.errors import DeadlineExceededError, StartFailedError, UnderstudyError
 from supervisor.gateway.protocol import RouteTarget
-from supervisor.process import ExitEvidence, read_sched, read_threads
+from supervisor.process import ExitEvidence
 from supervisor.runtime.services import Services, python_module
 from supervisor.runtime.unit import Unit
 from supervisor.runtime.zygote import ZygoteUnit
@@ -141,7 +140,7 @@ class EngineUnit(Unit):
             self.spawn_process(python_module("engines.native", str(path)), with_model=True)
         await self.join(timeout_s=self._group.health.start_timeout)
         await self._wait_ready(self._group.health.start_timeout + load_timeout_s)
-        took_s = time.monotonic() - self.started_s
+        took_s = self.uptime_s
         attach_ms = self.status.attach_ms if self.status is not None else None
         self.emit("engine_ready", f"{self.name} is attached", took_s=round(took_s, 3),
                   attach_ms=attach_ms, instance=instance, pid=self.pid)  # fmt: skip
@@ -187,14 +186,14 @@ class EngineUnit(Unit):
         )
 
     async def _wait_ready(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = self.services.clock.monotonic() + timeout_s
         while True:
             state = self.status.state if self.status is not None else "starting"
             if state != "starting":
                 break
             if self.died.done():
                 raise self.start_failure()
-            if (remaining_s := deadline - time.monotonic()) <= 0:
+            if (remaining_s := deadline - self.services.clock.monotonic()) <= 0:
                 raise DeadlineExceededError(f"{self.name} getting ready", timeout_s=timeout_s)
             self._changed.clear()
             await self.change_or_death(self._changed, timeout_s=remaining_s)
@@ -227,15 +226,15 @@ class EngineUnit(Unit):
             self._judge.void()
             return Verdict.HEALTHY
         assert self.pid is not None  # noqa: S101 - alive
-        sched = read_sched(self.pid).values()
+        cpu = self.services.machine.cpu(self.pid)
         sample = Sample(
-            at_ns=time.monotonic_ns(),
+            at_ns=self.services.clock.monotonic_ns(),
             steps=self._page.get("steps"),
             has_work=self._page.get("active") + self._page.get("queued") > 0,
             is_stopped=self.is_stopped_by_signal,
-            on_cpu_ns=sum(s.on_cpu_ns for s in sched),
-            run_delay_ns=sum(s.run_delay_ns for s in sched),
-            is_runnable=any(t.state == "R" for t in read_threads(self.pid).values()),
+            on_cpu_ns=cpu.on_cpu_ns,
+            run_delay_ns=cpu.run_delay_ns,
+            is_runnable=cpu.is_runnable,
         )
         return self._judge.observe(sample)
 

@@ -210,7 +210,7 @@ class GatewayFleet:
         assert self.listener is not None  # noqa: S101 - checked by reconcile
         limits = limits_of(self._settings)
         try:
-            delay_s = max(0.0, worker.record.not_before_s - asyncio.get_running_loop().time())
+            delay_s = max(0.0, worker.record.not_before_s - self._services.clock.monotonic())
             await asyncio.sleep(delay_s)
             await worker.start(self.listener, limits)
             self._known_instances[worker.name] = worker.instance
@@ -247,8 +247,8 @@ class GatewayFleet:
 
     async def first_ready(self, *, timeout_s: float) -> bool:
         """Wait until one worker answers."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while asyncio.get_running_loop().time() < deadline:
+        deadline = self._services.clock.monotonic() + timeout_s
+        while self._services.clock.monotonic() < deadline:
             if any(w.client is not None for w in self.workers):
                 return True
             await asyncio.sleep(0.02)

@@ -14,7 +14,6 @@ Invariants
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
@@ -90,7 +89,7 @@ class GroupRuntime:
         self.judged_failovers: list[float] = []  # monotonic seconds
         self._published: GroupRoute | None = None
         self._chores: dict[str, asyncio.Task[None]] = {}
-        self._created = int(time.time())
+        self._created = int(services.clock.time())
         self._sentence = ""
         policy = policy_of(group.failover)
         self.load = LoadSpec(
@@ -167,7 +166,7 @@ class GroupRuntime:
 
     def is_judging_blocked(self) -> bool:
         """Whether failovers by judgement have used up their intensity."""
-        since = time.monotonic() - self.settings.failover.period
+        since = self.services.clock.monotonic() - self.settings.failover.period
         self.judged_failovers = [t for t in self.judged_failovers if t > since]
         return len(self.judged_failovers) >= self.settings.failover.intensity
 
@@ -354,9 +353,9 @@ class GroupRuntime:
 
     async def wait_until(self, condition: Callable[[], bool], *, timeout_s: float) -> bool:
         """Wait for a condition on this group; False when time runs out."""
-        deadline = time.monotonic() + timeout_s
+        deadline = self.services.clock.monotonic() + timeout_s
         while not condition():
-            remaining_s = deadline - time.monotonic()
+            remaining_s = deadline - self.services.clock.monotonic()
             if remaining_s <= 0:
                 return False
             self.changed.clear()

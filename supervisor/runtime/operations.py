@@ -1,7 +1,6 @@
 """Operations: what was done to a group, with the time of each phase; the last 200 are kept."""
 
 import itertools
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
@@ -9,6 +8,7 @@ from typing import Final
 import msgspec
 
 from supervisor.admin.controller import Operation, OperationState
+from supervisor.runtime.machine import Clock
 
 __all__ = ["PHASES", "OpenOperation", "OperationLog"]
 
@@ -25,8 +25,9 @@ class OpenOperation:
     group: str
     engine: str
     cause: str
+    clock: Clock
     started_ns: int  # monotonic: when it began, or when what caused it was last seen alive
-    started_unix_s: float = field(default_factory=time.time)
+    started_unix_s: float
     phases_ms: dict[str, float] = field(default_factory=dict)
     state: OperationState = "running"
     epoch: int = 0
@@ -40,7 +41,7 @@ class OpenOperation:
 
     def phase(self, name: str, *, until_ns: int | None = None) -> float:
         """Close a phase now (or at `until_ns`); the next one begins there. Returns its ms."""
-        now_ns = until_ns if until_ns is not None else time.monotonic_ns()
+        now_ns = until_ns if until_ns is not None else self.clock.monotonic_ns()
         took_ms = (now_ns - self._mark_ns) / 1e6
         self.phases_ms[name] = self.phases_ms.get(name, 0.0) + took_ms
         self._mark_ns = now_ns
@@ -86,10 +87,11 @@ class OpenOperation:
 class OperationLog:
     """Ids and the recent past."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._counter = itertools.count(1)
         self._operations: deque[OpenOperation] = deque(maxlen=_KEPT)
-        self._prefix = f"{int(time.time()):x}"
+        self._prefix = f"{int(clock.time()):x}"
 
     def open(
         self, kind: str, *, group: str, engine: str, cause: str, started_ns: int | None = None
@@ -101,7 +103,9 @@ class OperationLog:
             group=group,
             engine=engine,
             cause=cause,
-            started_ns=started_ns if started_ns is not None else time.monotonic_ns(),
+            clock=self._clock,
+            started_ns=started_ns if started_ns is not None else self._clock.monotonic_ns(),
+            started_unix_s=self._clock.time(),
         )
         self._operations.append(operation)
         return operation

@@ -8,7 +8,6 @@ Invariants
     3. Verification looks at a result that the standby produced beforehand; it asks nothing.
 """
 
-import time
 from typing import TYPE_CHECKING, Final
 
 from supervisor.core.decide import CutRoute, Decision, Fence, Promote, PublishRoute, RecoveryAction
@@ -60,7 +59,7 @@ class Recovery:
         promoted = next((a for a in decision.recovery if isinstance(a, Promote)), None)
         if fenced:
             self._loss = self._cause(group.engine(fenced))
-        cause, seen_ns = self._loss or ("start", time.monotonic_ns())
+        cause, seen_ns = self._loss or ("start", group.services.clock.monotonic_ns())
         operation = group.operations.open(
             "failover" if self._loss else "promotion", group=group.name,
             engine=promoted.engine if promoted else fenced, cause=cause, started_ns=seen_ns,
@@ -71,12 +70,13 @@ class Recovery:
 
     def _cause(self, old: "EngineUnit") -> tuple[str, int]:
         """Why the old primary goes, and when it was last seen alive and well."""
+        now_ns = self._group.services.clock.monotonic_ns()
         if old.death_was_ours:
-            return "forced", time.monotonic_ns()
+            return "forced", now_ns
         if old.verdict is Verdict.HUNG:
-            self._group.judged_failovers.append(time.monotonic())
-            return "hung", old.quiet_since_ns or time.monotonic_ns()
-        return "dead", old.last_alive_ns or time.monotonic_ns()
+            self._group.judged_failovers.append(now_ns / 1e9)
+            return "hung", old.quiet_since_ns or now_ns
+        return "dead", old.last_alive_ns or now_ns
 
     async def _perform(self, action: RecoveryAction, operation: OpenOperation) -> None:
         group = self._group

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -10,7 +11,7 @@ from supervisor.core.restart import RestartPolicy
 from supervisor.observe.events import EventLog
 from supervisor.observe.metrics import Metrics
 from supervisor.observe.observer import RunObserver
-from supervisor.process import ExitWatcher
+from supervisor.runtime.machine import Clock, Machine
 from supervisor.runtime.paths import StatePaths
 from supervisor.topology.schema import Failover, Topology
 
@@ -35,10 +36,11 @@ class Services:
     topology: Topology
     paths: StatePaths
     state_id: str
-    watcher: ExitWatcher
+    machine: Machine
     events: EventLog
     metrics: Metrics
     observer: RunObserver
+    clock: Clock = time
     is_paused: bool = False
     is_stopping: bool = False
     cwd: Path = field(default_factory=Path.cwd)

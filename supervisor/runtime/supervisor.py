@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -14,7 +13,7 @@ from supervisor.errors import StartFailedError
 from supervisor.gateway.protocol import FirstToken, GroupRoute
 from supervisor.observe.journal import Journal, JournalState, ProcessRecord
 from supervisor.observe.looplag import LoopLag
-from supervisor.process import own_boot_id, reap_orphans
+from supervisor.process import own_boot_id
 from supervisor.runtime.adoption import adopt
 from supervisor.runtime.gateways import GatewayFleet, GatewayUnit
 from supervisor.runtime.group import GroupRuntime
@@ -52,7 +51,7 @@ class SupervisorRuntime:
         self._journal = journal
         self._saved = state
         self._lag = lag
-        self.operations = OperationLog()
+        self.operations = OperationLog(services.clock)
         self.stop_requested = asyncio.Event()
         self.is_ready = False
         self.admin_address = ""
@@ -75,7 +74,7 @@ class SupervisorRuntime:
             group.epoch = state.epochs.get(group.name, 0)
         self._watches = [GroupWatch(g, lag) for g in self.groups]
         self._janitor: asyncio.Task[None] | None = None
-        self._started_s = time.monotonic()
+        self._started_s = services.clock.monotonic()
 
     # ------------------------------------------------------------ start and stop
 
@@ -147,7 +146,7 @@ class SupervisorRuntime:
         await asyncio.gather(*(u.settle(timeout_s=_BURIAL_S) for u in self.units()))
         if self._janitor is not None:
             self._janitor.cancel()
-        reap_orphans(self.services.owned_pids)
+        self.services.machine.reap_orphans(self.services.owned_pids)
         await asyncio.to_thread(self._sweep)
         self.save()
 
@@ -192,7 +191,7 @@ class SupervisorRuntime:
         while True:
             await asyncio.sleep(_JANITOR_S)
             try:
-                reap_orphans(self.services.owned_pids)
+                self.services.machine.reap_orphans(self.services.owned_pids)
                 self.save()
             except Exception:
                 log.exception("house-keeping failed once")
@@ -247,7 +246,7 @@ class SupervisorRuntime:
             "stopping": self.services.is_stopping,
             "supervisor": {
                 "pid": os.getpid(),
-                "uptime_s": round(time.monotonic() - self._started_s, 3),
+                "uptime_s": round(self.services.clock.monotonic() - self._started_s, 3),
                 "state_dir": str(self.services.paths.root),
                 "journal_degraded": bool(self._journal.degraded or self.services.events.degraded),
             },

@@ -14,15 +14,13 @@ import contextlib
 import logging
 import os
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import msgspec
 
-from cache.rpc import Hello, RpcClient
-from cache.wire import Event
+from cache.rpc import Hello
 from supervisor.core.restart import RestartPolicy, RestartRecord
 from supervisor.errors import (
     ConnectionClosedError,
@@ -34,12 +32,9 @@ from supervisor.process import (
     ExitEvidence,
     FenceEvidence,
     Marker,
-    ProcessHandle,
     ProcessId,
-    Watch,
-    fence,
-    spawn,
 )
+from supervisor.runtime.machine import ControlClient, ExitWatch, Handle, OnEvent
 from supervisor.runtime.services import Services, child_environment
 
 __all__ = ["Unit", "log_tail"]
@@ -80,15 +75,15 @@ class Unit:
         self.policy = policy
         self.record = RestartRecord()
         self.instance = ""
-        self.handle: ProcessHandle | None = None
-        self.client: RpcClient | None = None
+        self.handle: Handle | None = None
+        self.client: ControlClient | None = None
         self.started_s = 0.0
         self.started_ns = 0
         self.death: ExitEvidence | None = None
         self.last_alive_ns: int | None = None  # the last look before the death was seen
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_change = on_change
-        self._watch: Watch | None = None
+        self._watch: ExitWatch | None = None
         self._stop_changed = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -112,7 +107,7 @@ class Unit:
     @property
     def uptime_s(self) -> float:
         """Age of the current instance."""
-        return time.monotonic() - self.started_s if self.is_alive else 0.0
+        return self.services.clock.monotonic() - self.started_s if self.is_alive else 0.0
 
     @property
     def log_path(self) -> Path:
@@ -122,7 +117,7 @@ class Unit:
     @property
     def may_start(self) -> bool:
         """Whether its back-off is over."""
-        return time.monotonic() >= self.record.not_before_s
+        return self.services.clock.monotonic() >= self.record.not_before_s
 
     # ------------------------------------------------------------- start, take
 
@@ -132,8 +127,8 @@ class Unit:
         self.instance = f"{self.name}-{secrets.token_hex(4)}"
         self.death = None
         self.died = asyncio.get_running_loop().create_future()
-        self.started_s = time.monotonic()
-        self.started_ns = time.monotonic_ns()
+        self.started_s = self.services.clock.monotonic()
+        self.started_ns = self.services.clock.monotonic_ns()
         return self.instance
 
     def marker(self) -> Marker:
@@ -148,7 +143,7 @@ class Unit:
         Raises:
             SpawnError: it could not be started at all.
         """
-        child = spawn(
+        handle = self.services.machine.spawn(
             argv,
             env=child_environment(with_model=with_model),
             log_path=self.log_path,
@@ -156,7 +151,7 @@ class Unit:
             cwd=self.services.cwd,
             pass_fds=pass_fds,
         )
-        self._own(ProcessHandle.of_child(child))
+        self._own(handle)
 
     def take(self, process: ProcessId, instance: str) -> None:
         """Take over a process that exists: a fork of the zygote, or one left by a dead supervisor.
@@ -165,14 +160,14 @@ class Unit:
             ProcessGoneError: it is gone already.
         """
         self.instance = instance
-        self._own(ProcessHandle.adopt(process, self.marker()))
+        self._own(self.services.machine.adopt(process, self.marker()))
 
-    def _own(self, handle: ProcessHandle) -> None:
+    def _own(self, handle: Handle) -> None:
         self.handle = handle
         self.services.owned_pids.add(handle.process.pid)
         self._stop_changed.clear()
-        self._watch = self.services.watcher.watch(
-            handle.process, self._on_dead, on_stopped=lambda _: self._stop_changed.set()
+        self._watch = self.services.machine.watch(
+            handle.process, self._on_dead, self._stop_changed.set
         )
 
     async def join(self, *, timeout_s: float) -> None:
@@ -186,7 +181,7 @@ class Unit:
         version: int,
         *,
         timeout_s: float,
-        on_event: Callable[[Event, list[int]], None] | None = None,
+        on_event: OnEvent | None = None,
     ) -> msgspec.Raw:
         """Connect to the instance's control socket, as soon as it is there; returns its hello.
 
@@ -194,20 +189,20 @@ class Unit:
             StartFailedError: the process died first.
             DeadlineExceededError: no socket, or no answer, in time.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self.services.clock.monotonic() + timeout_s
         hello = Hello(protocol, version, instance="supervisor", role="supervisor")
         while True:
-            remaining_s = deadline - time.monotonic()
+            remaining_s = deadline - self.services.clock.monotonic()
             if remaining_s <= 0:
                 raise DeadlineExceededError(f"{self.name} answering", timeout_s=timeout_s)
             try:
-                self.client, raw = await RpcClient.connect(
+                self.client, raw = await self.services.machine.connect(
                     path, hello, timeout_s=min(remaining_s, 10.0), on_event=on_event
                 )
             except (FileNotFoundError, ConnectionRefusedError, ConnectionClosedError):
                 await asyncio.wait([self.died], timeout=_CONNECT_RETRY_S)
             else:
-                return msgspec.Raw(raw)
+                return raw
             if self.died.done():
                 raise self.start_failure()
 
@@ -250,11 +245,11 @@ class Unit:
         """
         if self.handle is None:
             return None
-        return await fence(self.handle, timeout_s=timeout_s)
+        return await self.services.machine.fence(self.handle.tree, timeout_s=timeout_s)
 
     def after_death(self, *, was_ours: bool) -> None:
         """Keep the record and bury the instance in the background."""
-        now_s = time.monotonic()
+        now_s = self.services.clock.monotonic()
         self.record = self.record.after_death(
             self.policy, lived_s=now_s - self.started_s, now_s=now_s, was_ours=was_ours
         )
@@ -272,7 +267,7 @@ class Unit:
         if handle is not None:
             self.in_background(self._bury(handle, self.instance))
 
-    async def _bury(self, handle: ProcessHandle, instance: str) -> None:
+    async def _bury(self, handle: Handle, instance: str) -> None:
         await handle.wait_reaped(timeout_s=_BURIAL_S)
         handle.close()
         self.services.owned_pids.discard(handle.process.pid)
@@ -305,9 +300,9 @@ class Unit:
 
     async def wait_stopped(self, *, timeout_s: float) -> bool:
         """Wait until the process is seen in state `T`; False when time runs out or it dies."""
-        deadline = time.monotonic() + timeout_s
+        deadline = self.services.clock.monotonic() + timeout_s
         while not self.is_stopped_by_signal and self.is_alive:
-            if (remaining_s := deadline - time.monotonic()) <= 0:
+            if (remaining_s := deadline - self.services.clock.monotonic()) <= 0:
                 break
             self._stop_changed.clear()
             await self.change_or_death(self._stop_changed, timeout_s=remaining_s)

@@ -6,7 +6,6 @@ do not work. Each loop survives its own errors: a group that is not watched woul
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -14,7 +13,6 @@ from supervisor.core.ladder import Ladder, LadderSettings, LadderStep, parse_con
 from supervisor.core.states import EngineState
 from supervisor.core.verdict import Verdict
 from supervisor.errors import UnderstudyError
-from supervisor.health.http import probe_health
 from supervisor.observe.looplag import LoopLag
 from supervisor.runtime.commands import GroupCommands
 from supervisor.runtime.engine import EngineUnit
@@ -65,7 +63,7 @@ class GroupWatch:
     async def _sample(self) -> None:
         group = self._group
         window_ns = int(group.settings.health.hang_after * 1e9)
-        if self._lag.stalled_since(time.monotonic_ns() - window_ns):
+        if self._lag.stalled_since(group.services.clock.monotonic_ns() - window_ns):
             for engine in group.engines:
                 engine.void_samples()
         for engine in group.engines:
@@ -86,9 +84,10 @@ class GroupWatch:
         if primary is None or group.services.is_paused or group.services.is_stopping:
             return
         values = {"queue": primary.queue_depth, "active": primary.active}
+        now_s = group.services.clock.monotonic()
         for name, ladder in self._ladders.items():
             unit = group.engine(name)
-            step = ladder.step(unit.state, values, is_held=unit.is_held, now_s=time.monotonic())
+            step = ladder.step(unit.state, values, is_held=unit.is_held, now_s=now_s)
             match step:
                 case LadderStep.FREEZE:
                     work = self._commands.freeze(name, cause="pressure")
@@ -107,9 +106,10 @@ class GroupWatch:
 
     async def _probe_http(self) -> None:
         engines = [e for e in self._group.engines if e.state in _PROBED]
-        paths = [self._group.services.paths.http(e.instance) for e in engines]
+        services = self._group.services
+        paths = [services.paths.http(e.instance) for e in engines]
         answers = await asyncio.gather(
-            *(probe_health(path, timeout_s=_HTTP_TIMEOUT_S) for path in paths)
+            *(services.machine.probe_health(path, timeout_s=_HTTP_TIMEOUT_S) for path in paths)
         )
         counts = {}
         for engine, answer in zip(engines, answers, strict=True):
@@ -125,13 +125,13 @@ class GroupWatch:
             works = engine.active > 0 and engine.state is not _S.STANDBY
             if engine.state not in _PROBED or works or engine.verdict is Verdict.DEAD:
                 continue  # steps of real work prove more than a canary would
-            begun_s = time.monotonic()
+            begun_s = self._group.services.clock.monotonic()
             instance = engine.instance
             try:
                 matches = await self._group.chores.prove(engine, timeout_s=_CANARY_TIMEOUT_S)
             except UnderstudyError:
                 continue  # no answer is no statement; progress judges silence
-            took_s = time.monotonic() - begun_s
+            took_s = self._group.services.clock.monotonic() - begun_s
             metrics = self._group.services.metrics
             metrics.canary(self._group.name, engine.name, took_s, matches=matches)
             if not matches and engine.instance == instance:

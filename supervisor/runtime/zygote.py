@@ -1,7 +1,6 @@
 """The zygote of a group: pre-imported, forks engines, reports how they end."""
 
 import os
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -70,7 +69,7 @@ class ZygoteUnit(Unit):
             await self.join(timeout_s=timeout_s)
         finally:
             self.is_starting = False
-        took_s = time.monotonic() - self.started_s
+        took_s = self.uptime_s
         self.emit("zygote_ready", f"{self.name} is ready", took_s=round(took_s, 3))
         self._on_change()
 
