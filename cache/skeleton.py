@@ -2,7 +2,8 @@
 
 Slow (importing transformers takes about ten seconds) and exact: used only for architectures that
 `cache.families` does not know. A checkpoint whose tensors transformers would rename or fuse while
-loading does not have these names; it is refused as `missing_tensor` rather than guessed at. Never runs code from a checkpoint (`trust_remote_code` is off).
+loading does not have these names; it is refused as `missing_tensor` rather than guessed at.
+Never runs code from a checkpoint (`trust_remote_code` is off).
 """
 
 from pathlib import Path

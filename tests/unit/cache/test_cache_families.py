@@ -30,13 +30,19 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("architecture", sorted(FAMILIES))
-@pytest.mark.parametrize("variant", VARIANTS)
+CASES = [
+    (architecture, variant)
+    for architecture in sorted(FAMILIES)
+    for variant in VARIANTS
+    # Not every supported transformers version reads head_dim from a Qwen2 config.
+    if not (architecture == "Qwen2ForCausalLM" and "head_dim" in variant)
+]
+
+
+@pytest.mark.parametrize(("architecture", "variant"), CASES)
 def test_the_table_agrees_with_transformers(
     tmp_path: Path, architecture: str, variant: dict[str, Any]
 ) -> None:
-    if architecture == "Qwen2ForCausalLM" and "head_dim" in variant:
-        pytest.skip("Qwen2 takes no head_dim from its config on every supported version")
     config = {
         **TINY_CONFIG,
         "architectures": [architecture],
