@@ -20,7 +20,7 @@ __all__ = ["FILE_NAME", "Holder", "StateLock", "read_holder"]
 
 FILE_NAME: Final = "lock"
 _NAMING_S: Final = 0.2
-"""How long a lock may be held before its holder has written who it is."""
+"""How long a lock may be held by nobody who has written who it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class StateLock:
                 hint="name another state_dir, or make it writable for this user",
             ) from error
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._flock(fd)
             self._sign(fd)
-        except BlockingIOError:
+        except AlreadyRunningError:
             os.close(fd)
-            raise self._already_running() from None
+            raise
         except OSError as error:
             os.close(fd)
             raise ConfigurationError(
@@ -103,12 +103,25 @@ class StateLock:
         except OSError:
             return
 
-    def _already_running(self) -> AlreadyRunningError:
+    def _flock(self, fd: int) -> None:
+        """Take the lock, or learn who has it.
+
+        A lock without a living holder is either being signed at this moment, or is held by a
+        child between fork and exec of a supervisor that has just died: both pass.
+        """
         deadline = time.monotonic() + _NAMING_S
-        while (holder := _read(self._state_dir)) is None or not holder.is_alive:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.01)
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = _read(self._state_dir)
+                if (holder is not None and holder.is_alive) or time.monotonic() > deadline:
+                    raise self._already_running(holder) from None
+                time.sleep(0.01)
+            else:
+                return
+
+    def _already_running(self, holder: Holder | None) -> AlreadyRunningError:
         who = "a process that has not written its name" if holder is None else str(holder)
         return AlreadyRunningError(
             f"the state directory {self._state_dir} is in use by {who}",
