@@ -46,6 +46,8 @@ def run(topology: Topology, path: Path, *, observer: RunObserver) -> int:
         events, journal = EventLog(paths.root), Journal(paths.root)
         try:
             state = journal.load()
+            if journal.note:
+                events.append("journal_set_aside", journal.note)
             events.append("supervisor_started", f"{topology.name} from {path}", version=__version__)
             become_subreaper()
             disk = Disk(events, journal, state)
