@@ -19,6 +19,7 @@ from supervisor.gateway.control import ControlServer
 from supervisor.gateway.counters import Counters
 from supervisor.gateway.endpoints import Endpoints
 from supervisor.gateway.limits import (
+    CANCEL_LINGER_S,
     DRAIN_DEADLINE_S,
     FIRST_TABLE_GRACE_S,
     TERM_DEADLINE_S,
@@ -135,7 +136,7 @@ class Worker:
         log.warning("the drain deadline has passed, closing connections=%d", self._http.connections)
         self._http.abort()
         await self._http.wait_idle(timeout_s=_ABORT_TIMEOUT_S)
-        await asyncio.sleep(0)  # cancelled handlers tell their engines
+        await self._live.wait_closed(timeout_s=CANCEL_LINGER_S)
 
     def _drain_within(self, deadline_s: float) -> None:
         drain_by = _now() + deadline_s

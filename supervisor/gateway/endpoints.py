@@ -28,7 +28,7 @@ from supervisor.gateway.openai_api import (
 )
 from supervisor.gateway.responses import Answer, model_list, model_object
 from supervisor.gateway.routes import ServedModel
-from supervisor.gateway.server import ClientConnection
+from supervisor.gateway.server import SERVER_HEADER, ClientConnection
 from supervisor.gateway.sse import SseSink, TextSink, send_whole
 from supervisor.gateway.stream import EngineStream, StreamContext
 
@@ -139,7 +139,7 @@ class Endpoints:
         sink = SseSink(
             exchange.request,
             _answer_of(parsed, model),
-            headers={"x-request-id": exchange.request_id},
+            headers={**SERVER_HEADER, "x-request-id": exchange.request_id},
             timeout_s=self._limits.client_timeout_s,
         )
         if self._is_draining():
@@ -260,7 +260,7 @@ class Endpoints:
         status: int = 200,
         more: dict[str, str] | None = None,
     ) -> web.Response:
-        headers = {"x-request-id": exchange.request_id, **(more or {})}
+        headers = {**SERVER_HEADER, "x-request-id": exchange.request_id, **(more or {})}
         response = web.Response(
             body=body, status=status, headers=headers, content_type="application/json"
         )

@@ -12,6 +12,7 @@ from supervisor.gateway.errors import ApiError
 
 __all__ = [
     "BODY_TIMEOUT_S",
+    "CANCEL_LINGER_S",
     "DRAIN_DEADLINE_S",
     "ENGINE_SILENCE_S",
     "FIRST_TABLE_GRACE_S",
@@ -66,6 +67,9 @@ UPSTREAM_BUFFER_BYTES: Final = 64 << 10
 
 SOCKET_FLUSH_S: Final = 5.0
 """How long a closed engine connection may take to send its last frame."""
+
+CANCEL_LINGER_S: Final = 1.0
+"""How long an engine may take to hang up after a `Cancel`."""
 
 TERM_DEADLINE_S: Final = 30.0
 """After SIGTERM: how long streams may take to finish."""

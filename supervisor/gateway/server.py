@@ -28,9 +28,12 @@ from aiohttp.streams import StreamReader
 from supervisor.gateway.errors import ApiError
 from supervisor.gateway.limits import HEAD_TIMEOUT_S, KEEPALIVE_S, LINGER_S
 
-__all__ = ["ClientConnection", "HttpServer", "raise_descriptor_limit"]
+__all__ = ["SERVER_HEADER", "ClientConnection", "HttpServer", "raise_descriptor_limit"]
 
 log = logging.getLogger(__name__)
+
+SERVER_HEADER: Final = {"Server": "understudy"}
+"""Instead of aiohttp's, which tells the versions of everything."""
 
 _ACCEPTS_PER_WAKEUP: Final = 64
 _RETRY_ACCEPT_S: Final = 0.1
@@ -96,7 +99,7 @@ class ClientConnection(web.RequestHandler):
         else:
             log.debug("a client sent malformed HTTP reason=%r", message)
             error = ApiError(status, "bad_request", "the request is not valid HTTP")
-        response = web.json_response(error.body, status=status)
+        response = web.json_response(error.body, status=status, headers=SERVER_HEADER)
         response.force_close()
         return response
 

@@ -74,14 +74,26 @@ class LiveConnections:
 
     def __init__(self) -> None:
         self._live: dict[EngineConnection, tuple[str, RouteTarget]] = {}
+        self._closing: set[EngineConnection] = set()
 
     def add(self, connection: EngineConnection, model_id: str, target: RouteTarget) -> None:
         """The connection is open."""
         self._live[connection] = (model_id, target)
 
     def remove(self, connection: EngineConnection) -> None:
-        """The connection is closed."""
+        """The stream is done with the connection; it may still be saying goodbye."""
         self._live.pop(connection, None)
+        self._closing = {old for old in self._closing if not old.is_closed.is_set()}
+        self._closing.add(connection)
+
+    async def wait_closed(self, *, timeout_s: float) -> None:
+        """Let engines hear what was said last, before the process ends."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                for connection in list(self._closing):
+                    await connection.is_closed.wait()
+        except TimeoutError:
+            log.warning("some engines did not hang up in time")
 
     def cut_stale(self, table: RouteTable) -> int:
         """Cut what the table does not name; returns how many. Synchronous: it holds on return."""

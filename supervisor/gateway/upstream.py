@@ -5,6 +5,8 @@ Invariants
        sent, so the engine's slot waits for whoever adopts the stream.
     2. A connection that nobody reads stops reading once `UPSTREAM_BUFFER_BYTES` of frames wait.
     3. Frames that came complete before an end of file are still handed out; a torn one is not.
+    4. `cancel` closes only its own half and reads on (for `CANCEL_LINGER_S`), because an engine
+       that writes into a closed connection may be told of that before it reads the `Cancel`.
 
 WARNING: connecting is done by hand. A full backlog of a Unix socket answers EAGAIN, which event
 loops take for `in progress` and then report as success; a stopped engine has a full backlog.
@@ -22,7 +24,7 @@ from cache.errors import ProtocolError
 from cache.wire import FrameBuffer, encode_frame, unix_address
 from engines.contract import Cancel, EngineFrame, GatewayFrame
 from supervisor.gateway.errors import AttemptFailedError, EngineLostError, RouteCutError
-from supervisor.gateway.limits import SOCKET_FLUSH_S, UPSTREAM_BUFFER_BYTES
+from supervisor.gateway.limits import CANCEL_LINGER_S, SOCKET_FLUSH_S, UPSTREAM_BUFFER_BYTES
 from supervisor.gateway.protocol import RouteTarget
 
 __all__ = ["EngineConnection"]
@@ -43,6 +45,7 @@ class EngineConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._lost: AttemptFailedError | None = None
+        self.is_closed = asyncio.Event()
 
     @classmethod
     async def open(cls, target: RouteTarget, *, deadline: float | None) -> Self:
@@ -106,9 +109,16 @@ class EngineConnection(asyncio.Protocol):
         transport.close()
 
     def cancel(self) -> None:
-        """The client is gone: tell the engine, and close."""
+        """The client is gone: tell the engine, and let it hang up."""
+        self._discard(EngineLostError("closed by this side"))
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
         self.send(Cancel())
-        self.close()
+        transport.write_eof()
+        if not self._is_reading:
+            self._resume_reading()
+        asyncio.get_running_loop().call_later(CANCEL_LINGER_S, transport.abort)
 
     def cut(self, reason: AttemptFailedError | None = None) -> None:
         """Drop the connection without a word; what was not read is discarded."""
@@ -149,6 +159,7 @@ class EngineConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the event loop."""
         self._end(EngineLostError(f"the connection to the engine broke: {exc}"))
+        self.is_closed.set()
 
     def _resume_reading(self) -> None:
         self._is_reading = True

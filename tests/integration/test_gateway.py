@@ -346,6 +346,7 @@ async def test_request_ids_are_echoed_but_never_reach_the_engine(gateway: Gatewa
     assert mine.headers["x-request-id"] == "mine-1"
     assert odd.headers["x-request-id"] != "a b"
     assert odd.headers["connection"] == "close"
+    assert odd.headers["server"] == "understudy"
     ids = {request.request_id for request in engine.requests}
     assert len(ids) == 2
     assert "mine-1" not in ids

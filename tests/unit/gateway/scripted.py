@@ -83,6 +83,7 @@ class Line:
             while (frame := await self.receive()) is not None:
                 if isinstance(frame, Cancel):
                     self.got_cancel = True
+                    self.drop()
         self.got_eof.set()
 
     async def send(self, *frames: EngineFrame) -> None:
@@ -199,7 +200,7 @@ class ScriptedEngine:
             await self.script(self, line, request)
             await watcher
         except (ConnectionError, asyncio.CancelledError):
-            pass  # the gateway hung up, or the test ends: this connection is over either way
+            line.got_eof.set()  # the gateway hung up, or the test ends
         finally:
             if watcher is not None:
                 watcher.cancel()

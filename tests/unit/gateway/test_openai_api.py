@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from supervisor.gateway.errors import ApiError
@@ -268,6 +268,7 @@ _names = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(
     fields=st.dictionaries(_names, _json, max_size=5), kind=st.sampled_from(["chat", "completion"])
 )

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -65,6 +65,7 @@ def test_whole_answers_have_the_shape_of_openais() -> None:
     assert chat.usage.total_tokens == 5
 
 
+@settings(deadline=None)
 @given(text=st.text(min_size=1), kind=st.sampled_from(["chat", "completion"]))
 def test_any_text_survives_in_one_event(text: str, kind: Kind) -> None:
     (body,) = payloads(answer(kind).text(text))

@@ -264,7 +264,11 @@ async def test_a_wrong_frame_drops_the_connection_and_the_stream_goes_on(
     assert len(a.requests) == 2
 
 
-async def test_an_engine_that_stays_wrong_ends_the_stream_with_an_error(stage: Stage) -> None:
+async def test_an_engine_that_stays_wrong_ends_the_stream_with_an_error(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("supervisor.gateway.stream.SAME_ROUTE_LONGEST_S", 0.01)
+
     async def repeat(engine: ScriptedEngine, line: Line, request: Generate) -> None:
         await line.send(Accepted(PROMPT_IDS, request.epoch, "fresh", exact=True))
         await line.send(engine.story.delta(0, 1, 0), engine.story.delta(0, 1, 0))
