@@ -305,7 +305,9 @@ class EngineStream:
 
     def _note_failure(self, target: RouteTarget, error: AttemptFailedError) -> None:
         retry = self._retry
-        log.info(
+        # A cut was announced, with the number of streams; a line for each would delay them all.
+        log.log(
+            logging.DEBUG if isinstance(error, RouteCutError) else logging.INFO,
             "an attempt failed model=%s engine=%s epoch=%d code=%s reason=%r tokens=%d",
             self._model.id, target.instance, target.epoch, error.stable_code, error.message,
             len(self._delivery.token_ids),
