@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -81,7 +82,11 @@ def status_of(parent: ZygoteClient, pid: int) -> int | None:
 
 
 def fds_of(pid: int) -> dict[str, str]:
-    return {p.name: str(p.readlink()) for p in Path(f"/proc/{pid}/fd").iterdir()}
+    found = {}
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed while we looked
+            found[entry.name] = str(entry.readlink())
+    return found
 
 
 def start_ticks_of(pid: int) -> int:
