@@ -110,8 +110,7 @@ async def _end(
 async def _settle_roles(group: "GroupRuntime", outcome: Adoption) -> None:
     """Give every adopted engine the state that its own report proves."""
     alive = [e for e in group.engines if e.is_alive and e.status is not None]
-    epochs = [e.status.epoch for e in alive if e.status is not None]
-    group.epoch = max([group.epoch, *epochs, *group.fleet_epochs()])
+    reported = [e.status.epoch for e in alive if e.status is not None] + group.fleet_epochs()
     primaries = sorted(
         (e for e in alive if e.status is not None and e.status.role == "primary"),
         key=lambda e: e.status.epoch if e.status is not None else 0,
@@ -124,6 +123,24 @@ async def _settle_roles(group: "GroupRuntime", outcome: Adoption) -> None:
             outcome.ended.append(engine.instance)
             continue
         _confirm(engine)
+    # A living primary has seen every epoch that matters. Without one, an epoch may have died with
+    # its engine: then the journal's ceiling is above it.
+    ceiling = 0 if group.primary is not None else group.epoch
+    group.epoch = max(ceiling, *reported, 0)
+    await _raise_epoch(group)
+
+
+async def _raise_epoch(group: "GroupRuntime") -> None:
+    """Bring a primary that is behind the gateways up to their epoch, or nobody would reach it."""
+    primary = group.primary
+    if primary is None or primary.role_epoch >= group.epoch:
+        return
+    try:
+        await primary.assume("primary", group.epoch, timeout_s=_ANSWER_S)
+    except UnderstudyError as error:
+        log.warning("%s did not take epoch %d: %s", primary.name, group.epoch, error)
+        return  # it is silent or wrong; progress will judge it
+    primary.role_epoch = group.epoch
 
 
 async def _is_fit(group: "GroupRuntime", engine: "EngineUnit") -> bool:

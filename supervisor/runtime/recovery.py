@@ -99,6 +99,9 @@ class Recovery:
     async def _promote(self, unit: "EngineUnit", epoch: int, operation: OpenOperation) -> None:
         group = self._group
         others = [e for e in group.engines if e is not unit and not e.is_batch]
+        if unit.state not in (EngineState.STANDBY, EngineState.READY):
+            # It died while the old primary was fenced; whoever is fit then is chosen anew.
+            raise PreconditionError(f"{unit.name} is {unit.state} by now")
         unfenced = (*SERVING, EngineState.FENCING, EngineState.UNKILLABLE)
         fenced = all(e.state not in unfenced for e in others)
         unit.apply(StateEvent.PROMOTION_ORDERED, Facts(predecessor_fenced=fenced))
