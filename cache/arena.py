@@ -48,6 +48,16 @@ class ArenaMapping(Protocol):
         ...
 
     @property
+    def shared_bytes(self) -> int:
+        """The extents together."""
+        ...
+
+    @property
+    def tail_bytes(self) -> int:
+        """The private part behind them, as large as was asked for or a little larger."""
+        ...
+
+    @property
     def size_bytes(self) -> int:
         """Shared part and private tail together."""
         ...
@@ -57,7 +67,11 @@ class ArenaMapping(Protocol):
         ...
 
     def view(self) -> memoryview:
-        """All bytes, where the memory is addressable by the CPU."""
+        """All bytes, where the memory is addressable by the CPU.
+
+        Raises:
+            MappingError: it is device memory.
+        """
         ...
 
     def close(self) -> None:
@@ -73,7 +87,7 @@ class ArenaBackend(Protocol):
     """
 
     def create(self, purpose: Purpose, total_bytes: int) -> Arena:
-        """Make the extents of a new arena; contents read as zero.
+        """Make the extents of a new arena. Host memory reads as zero from the start.
 
         Called by the daemon at `publish` and `kv.open`. KV and slot table are sealed against
         resizing from the start; weights are sealed later, see below.
@@ -86,7 +100,7 @@ class ArenaBackend(Protocol):
     def reserve(self, arena: Arena) -> None:
         """Take the physical pages now, so that no later write can fail for lack of memory.
 
-        Called in a thread: by the loader before it fills weights, by the daemon for KV.
+        Called in a thread, by the daemon for KV and slot table; both read as zero afterwards.
 
         Raises:
             ArenaMemoryError: not enough memory. The arena stays open.
@@ -138,9 +152,14 @@ def backend_for(device: str) -> ArenaBackend:
 
     Raises:
         BackendNotBuiltError: this release has none for it.
+        CudaBindingsMissingError, CudaError: a CUDA device that cannot be used, and why.
     """
     if device == "cpu":
         from cache.host import HostBackend
 
         return HostBackend()
+    if device.startswith("cuda:"):
+        from cache.cuda import CudaBackend
+
+        return CudaBackend(device)
     raise BackendNotBuiltError(device)

@@ -41,7 +41,7 @@ from cache.protocol import (
     LoadSpec,
     Manifest,
 )
-from cache.received import check_attached, check_opened, memory_identity
+from cache.received import are_same_memory, check_attached, check_opened
 from cache.rpc import Hello
 from cache.wire import Connection, close_all
 
@@ -136,7 +136,7 @@ class AttachedWeights:
             self.socket_path, Attach(self.spec, fingerprint, timeout_s), self.hello
         )
         try:
-            same = memory_identity(fds) == memory_identity(self.fds)
+            same = are_same_memory(fds, self.fds)
         finally:
             close_all(fds)
         self.connection = connection

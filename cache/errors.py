@@ -21,6 +21,8 @@ __all__ = [
     "CheckpointCorruptError",
     "CheckpointMissingError",
     "ConnectionClosedError",
+    "CudaBindingsMissingError",
+    "CudaError",
     "DeadlineExceededError",
     "DescriptorLimitError",
     "DonationRefusedError",
@@ -155,7 +157,7 @@ class BackendNotBuiltError(CacheError):
     def __init__(self, device: str) -> None:
         super().__init__(
             f"no arena backend for device {device!r} in this release",
-            hint="use device cpu",
+            hint="use device cpu or cuda:N",
             details={"device": device},
         )
 
@@ -165,12 +167,48 @@ class ArenaMemoryError(CacheError):
 
     code = "out_of_memory"
 
-    def __init__(self, purpose: str, wanted_bytes: int, reason: str) -> None:
+    def __init__(
+        self,
+        purpose: str,
+        wanted_bytes: int,
+        reason: str,
+        *,
+        hint: str = "free memory or raise the limit (cgroup memory.max, RLIMIT_FSIZE, "
+        "RLIMIT_NOFILE)",
+        details: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__(
             f"cannot take {wanted_bytes} bytes for {purpose}: {reason}",
-            hint="free memory or raise the limit (cgroup memory.max, RLIMIT_FSIZE, RLIMIT_NOFILE)",
-            details={"purpose": purpose, "wanted_bytes": wanted_bytes},
+            hint=hint,
+            details={"purpose": purpose, "wanted_bytes": wanted_bytes, **(details or {})},
         )
+
+
+class CudaBindingsMissingError(CacheError):
+    """A CUDA device is configured, and the Python package that speaks to the driver is absent."""
+
+    code = "cuda_bindings_missing"
+    exit_code = 2
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the CUDA driver's Python bindings cannot be imported: {reason}",
+            hint="install the extra that brings them: pip install 'understudy[cuda]'",
+        )
+
+
+class CudaError(CacheError):
+    """The CUDA driver refused a call, or reported what an earlier kernel did."""
+
+    code = "cuda"
+
+    def __init__(self, call: str, error: str, text: str = "", *, hint: str = "") -> None:
+        super().__init__(
+            f"{call} failed: {error}{f' ({text})' if text else ''}",
+            hint=hint,
+            details={"call": call, "error": error},
+        )
+        self.error = error
 
 
 class MappingError(CacheError):

@@ -12,7 +12,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
@@ -33,28 +33,31 @@ _LAST_WORDS_S: Final = 1.0
 class LoaderProcess:
     """A child process, reaped as soon as it ends. `exited` holds its return code."""
 
-    def __init__(self, argv: Sequence[str], socket_path: Path, spec: LoadSpec) -> None:
-        """Start it.
+    def __init__(self, child: "subprocess.Popen[bytes]", pidfd: int) -> None:
+        self._child = child
+        self._pidfd = pidfd
+        loop = asyncio.get_running_loop()
+        self.pid: Final = child.pid
+        self.exited: asyncio.Future[int] = loop.create_future()
+        loop.add_reader(pidfd, self._ended)
+
+    @classmethod
+    async def start(cls, argv: Sequence[str], socket_path: Path, spec: LoadSpec) -> Self:
+        """Start it, in a thread.
+
+        Until the child's exec is done the starting thread stands still, for as long as a slow
+        disk, or a signal that stops the child that early, may take.
 
         Raises:
             LoadFailedError: it cannot be started.
         """
         full = [*argv, "--socket", str(socket_path), "--spec", msgspec.json.encode(spec).decode()]
+        starting = asyncio.get_running_loop().run_in_executor(None, _start, full)
         try:
-            # No session of its own: a kill of the daemon's process group reaches the loader too.
-            self._child = subprocess.Popen(full, stdin=subprocess.DEVNULL, close_fds=True)
-        except OSError as error:
-            raise LoadFailedError(f"the loader cannot be started: {error.strerror}") from error
-        try:
-            self._pidfd = os.pidfd_open(self._child.pid)
-        except OSError as error:
-            self._child.kill()
-            self._child.wait()
-            raise LoadFailedError(f"the loader cannot be watched: {error.strerror}") from error
-        loop = asyncio.get_running_loop()
-        self.pid: Final = self._child.pid
-        self.exited: asyncio.Future[int] = loop.create_future()
-        loop.add_reader(self._pidfd, self._ended)
+            return cls(*await asyncio.shield(starting))
+        except asyncio.CancelledError:
+            starting.add_done_callback(_discard)
+            raise
 
     def _ended(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
@@ -138,3 +141,26 @@ def _how(returncode: int) -> str:
     except ValueError:  # a real-time signal
         name = f"signal {-returncode}"
     return f"was killed by {name} before it had finished"
+
+
+def _start(argv: list[str]) -> tuple["subprocess.Popen[bytes]", int]:
+    try:
+        # No session of its own: a kill of the daemon's process group reaches the loader too.
+        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, close_fds=True)
+    except OSError as error:
+        raise LoadFailedError(f"the loader cannot be started: {error.strerror}") from error
+    try:
+        return child, os.pidfd_open(child.pid)
+    except OSError as error:
+        child.kill()
+        child.wait()
+        raise LoadFailedError(f"the loader cannot be watched: {error.strerror}") from error
+
+
+def _discard(starting: "asyncio.Future[tuple[subprocess.Popen[bytes], int]]") -> None:
+    """End a loader that came up when nobody wanted it any more."""
+    if not starting.cancelled() and starting.exception() is None:
+        child, pidfd = starting.result()
+        os.close(pidfd)
+        child.kill()
+        child.wait()

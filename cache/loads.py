@@ -184,7 +184,7 @@ class Loads:
 
     async def _drive(self, run: LoadRun) -> None:
         try:
-            run.process = LoaderProcess(self._argv, self._socket_path, run.spec)
+            run.process = await LoaderProcess.start(self._argv, self._socket_path, run.spec)
             await run.wait_committed(timeout_s=self._timeout_s)
         except UnderstudyError as error:
             await self._give_up(run, error)

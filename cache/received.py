@@ -1,7 +1,11 @@
 """What a client checks of the memory it was sent, before it maps any of it."""
 
+import ctypes
 import os
+import platform
+import stat
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -9,7 +13,13 @@ from cache.errors import FingerprintMismatchError, ProtocolError
 from cache.manifest import check_manifest
 from cache.protocol import Fingerprint, KvGeometry, KvOpened, Manifest
 
-__all__ = ["check_attached", "check_opened", "memory_identity", "mismatch"]
+__all__ = ["are_same_memory", "check_attached", "check_opened", "is_same_memory", "mismatch"]
+
+_KCMP_FILE: Final = 0
+_SYS_KCMP: Final = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
 
 
 def mismatch(held: Fingerprint, wanted: Fingerprint) -> FingerprintMismatchError:
@@ -21,10 +31,32 @@ def mismatch(held: Fingerprint, wanted: Fingerprint) -> FingerprintMismatchError
     )
 
 
-def memory_identity(fds: Sequence[int]) -> list[tuple[int, int]]:
-    """What tells whether two sets of descriptors are the same memory: device and inode of each."""
-    found = [os.fstat(fd) for fd in fds]
-    return [(info.st_dev, info.st_ino) for info in found]
+def are_same_memory(some: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether two lists of descriptors are the same memory, extent by extent."""
+    if len(some) != len(others):
+        return False
+    return all(is_same_memory(one, other) for one, other in zip(some, others, strict=True))
+
+
+def is_same_memory(one: int, other: int) -> bool:
+    """Whether two descriptors are the same memory.
+
+    Host memory is a file of its own inode. Device memory is not: all its descriptors are one
+    device node, but each export is an open file of its own, which duplicates and copies sent to
+    other processes share. Where the kernel cannot compare open files the answer is no, and the
+    memory is treated as a copy.
+    """
+    first, second = os.fstat(one), os.fstat(other)
+    if (first.st_dev, first.st_ino) != (second.st_dev, second.st_ino):
+        return False
+    return stat.S_ISREG(first.st_mode) or _is_same_open_file(one, other)
+
+
+def _is_same_open_file(one: int, other: int) -> bool:
+    if _SYS_KCMP is None:
+        return False
+    pid = os.getpid()
+    return bool(_libc.syscall(_SYS_KCMP, pid, pid, _KCMP_FILE, one, other) == 0)
 
 
 def check_attached(manifest: Manifest, fds: Sequence[int], wanted: Fingerprint) -> None:
@@ -56,6 +88,8 @@ def check_opened(opened: KvOpened, fds: Sequence[int], geometry: KvGeometry) -> 
 
 def _check_sizes(fds: Sequence[int], sizes: Sequence[int]) -> None:
     for fd, size_bytes in zip(fds, sizes, strict=True):
-        actual_bytes = os.fstat(fd).st_size
-        if actual_bytes != size_bytes:
-            raise ProtocolError(f"an extent has {actual_bytes} bytes instead of {size_bytes}")
+        info = os.fstat(fd)
+        # Device memory shows no size here; the driver refuses another one when it is mapped, and
+        # so does the host's mapping with anything that is not a file of that size.
+        if stat.S_ISREG(info.st_mode) and info.st_size != size_bytes:
+            raise ProtocolError(f"an extent has {info.st_size} bytes instead of {size_bytes}")

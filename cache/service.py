@@ -64,7 +64,7 @@ from cache.protocol import (
     Progress,
     Scrubbed,
 )
-from cache.received import memory_identity, mismatch
+from cache.received import are_same_memory, mismatch
 from cache.rpc import Handler, RpcPeer, RpcServer
 from cache.scrubbing import ScrubStopped, scrub, spot_sample
 from cache.wire import close_all
@@ -295,7 +295,7 @@ class CacheService:
     def _is_served(self, request: Donate, fds: list[int]) -> bool:
         weights = self.held.weights
         given = fds[: len(request.manifest.extent_bytes)]
-        return weights is not None and memory_identity(given) == memory_identity(weights.arena.fds)
+        return weights is not None and are_same_memory(given, weights.arena.fds)
 
     def _check_room(self) -> None:
         if self.held.run is not None:

@@ -46,7 +46,7 @@ _MAX_SLOTS: Final = 65_536
 _MAX_LENGTH: Final = 1 << 24  # tokens
 
 # Words of the header.
-_H_MAGIC, _H_VERSION, _H_SLOTS, _H_LENGTH, _H_EPOCH = range(5)
+_H_MAGIC, _H_VERSION, _H_SLOTS, _H_LENGTH, _H_EPOCH, _H_PID, _H_TICKS = range(7)
 # Words of a record.
 _STATE, _COMMIT, _PROMPT, _PARAMS, _CHUNK, _ID = range(6)
 _ID_BYTE: Final = _ID * 8
@@ -139,10 +139,22 @@ class SlotTable:
         """The epoch of the last writer."""
         return self._words[_H_EPOCH]
 
-    def claim(self, epoch: int) -> None:
+    @property
+    def writer(self) -> tuple[int, int] | None:
+        """Pid and start time (ticks since boot) of the last writer; None once it has resigned."""
+        pid = self._words[_H_PID]
+        return (pid, self._words[_H_TICKS]) if pid else None
+
+    def resign(self) -> None:
+        """Say that this writer has nothing under way any more: its successor need not wait."""
+        self._words[_H_PID] = 0
+
+    def claim(self, epoch: int, writer: tuple[int, int] | None = None) -> None:
         """Become the writer. Wipes what a killed predecessor left in free slots.
 
-        Call it after the fence and before anything else; `active` is untouched by it.
+        Call it after the fence and before anything else; `active` is untouched by it. `writer`
+        is who claims: a successor whose device works in the background looks whether that
+        process is gone before it uses slots anew.
 
         Raises:
             StaleEpochError: a writer with a higher epoch was here.
@@ -151,6 +163,10 @@ class SlotTable:
         if epoch < seen:
             raise StaleEpochError(ours=epoch, seen=seen)
         self._words[_H_EPOCH] = epoch
+        pid, ticks = writer or (0, 0)
+        self._words[_H_PID] = 0  # never one's pid with another's start time
+        self._words[_H_TICKS] = ticks
+        self._words[_H_PID] = pid
         for slot in range(self.slots):
             if self.state(slot) is SlotState.FREE and self._is_dirty(slot):
                 self.free(slot)
