@@ -42,6 +42,7 @@ class ProcessView(msgspec.Struct, frozen=True):
     """A process, as far as the status names it."""
 
     pid: int | None = None
+    ready: bool = False  # a zygote that can fork
 
 
 class GatewayView(msgspec.Struct, frozen=True):
@@ -78,6 +79,7 @@ class EngineView(msgspec.Struct, frozen=True):
 
     name: str
     role: str = ""
+    configured_role: str = ""  # of the topology; engines exchange roles
     state: str = ""
     verdict: str = ""
     pid: int | None = None
@@ -210,13 +212,13 @@ class AdminClient:
         finally:
             connection.close()
 
-    def get(self, path: str) -> object:
+    def get(self, path: str, *, timeout_s: float = 10.0) -> object:
         """The body of a successful GET.
 
         Raises:
             AdminRequestError: any status but 2xx.
         """
-        return self._checked("GET", path)
+        return self._checked("GET", path, timeout_s=timeout_s)
 
     def post(
         self, path: str, *, dry_run: bool = False, timeout_s: float = 10.0, **body: object
@@ -230,9 +232,9 @@ class AdminClient:
         answer = self._checked("POST", target, body, timeout_s=timeout_s)
         return msgspec.convert(answer, OperationView)
 
-    def status(self) -> StatusView:
+    def status(self, *, timeout_s: float = 10.0) -> StatusView:
         """The system as the supervisor sees it now."""
-        return msgspec.convert(self.get("/v1/status"), StatusView)
+        return msgspec.convert(self.get("/v1/status", timeout_s=timeout_s), StatusView)
 
     def history(self) -> list[OperationView]:
         """Recent operations, oldest first."""

@@ -86,6 +86,9 @@ class SystemOptions:
     stable_after: str = "1s"  # tests kill the same role again and again
     evict_after: str | None = None
     resume_after: str | None = None
+    freeze_when: str | None = None
+    intensity: int = 50  # failovers by judgement
+    max_young_deaths: int | None = None
     extra_environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -125,11 +128,15 @@ def topology_text(
     batch = ", ".join(
         f"{key}: {value}"
         for key, value in (
+            ("freeze_when", f'"{options.freeze_when}"' if options.freeze_when else None),
             ("evict_after", options.evict_after),
             ("resume_after", options.resume_after),
         )
         if value is not None
     )
+    failover = f"intensity: {options.intensity}, period: 10m, stable_after: {options.stable_after}"
+    if options.max_young_deaths is not None:
+        failover += f", max_young_deaths: {options.max_young_deaths}"
     return f"""\
 version: 1
 name: chaos
@@ -145,7 +152,7 @@ groups:
     engines:
 {engines}
     health: {{interval: 100ms, hang_after: {options.hang_after}, canary: 2s}}
-    failover: {{intensity: 50, period: 10m, stable_after: {options.stable_after}}}
+    failover: {{{failover}}}
     batch: {{{batch}}}
 """
 
@@ -426,6 +433,15 @@ class RunningSystem:
     def own_processes(self) -> list[ProcessId]:
         """Every live process that carries this system's marker."""
         return [process for process, _instance in marked_processes(self.state_dir)]
+
+    def marked(self) -> list[tuple[ProcessId, str]]:
+        """Every live process of this system with its instance name, supervisors included."""
+        found = marked_processes(self.state_dir)
+        for popen in self._supervisors:
+            if popen.poll() is None:
+                with contextlib.suppress(UnderstudyError):  # gone between the two looks
+                    found.append((read_process_id(popen.pid), f"supervisor-{popen.pid}"))
+        return found
 
     def _kill_rest(self) -> None:
         """Kill by identity what is still alive: first the supervisor, which would start anew."""

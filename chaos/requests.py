@@ -1,0 +1,39 @@
+"""The requests of a chaos run: prompts whose answers change when a logit changes in its last bit.
+
+A text proves exactness only where a small error would show. Half of the requests are sampled at
+temperature 1 with a seed; half are greedy, from prompts whose best two tokens come close.
+"""
+
+import random
+
+from chaos.streams import StreamRequest
+
+__all__ = ["make_pool"]
+
+_BEGINNINGS = (
+    "Once upon a time there was", "The capital of the old kingdom", "She opened the letter and",
+    "In the middle of the night", "It is a truth that everybody", "The captain looked at the",
+    "Nobody in the village remembered", "Early in the spring they went", "Between the two rivers",
+    "A machine that never sleeps", "He counted the coins again and", "The second door was",
+)  # fmt: skip
+_ENDINGS = ("", " and", " but", " when", " because", " then", " of", " with", " in", " for")
+
+
+def make_pool(count: int, *, tokens: tuple[int, int], seed: int) -> list[StreamRequest]:
+    """Different requests; the same ones for the same seed."""
+    chance = random.Random(seed)
+    pool = []
+    for index in range(count):
+        beginning = _BEGINNINGS[index % len(_BEGINNINGS)]
+        prompt = f"{beginning}{chance.choice(_ENDINGS)} {index + 1}"
+        is_greedy = index % 2 == 0
+        pool.append(
+            StreamRequest(
+                name=f"{'greedy' if is_greedy else 'sampled'}-{index}",
+                prompt=prompt,
+                max_tokens=chance.randint(*tokens),
+                temperature=0.0 if is_greedy else 1.0,
+                seed=seed * 1000 + index,
+            )
+        )
+    return pool

@@ -1,0 +1,640 @@
+"""Performs a scenario on a real system and writes the record. Judges nothing.
+
+Order of a run: start the system, run every request once undisturbed (the reference), perform the
+steps, let the load run out, take stock, stop, look for what is left. When a step fails the steps
+end there, but stock is still taken and the system stopped: a record is always complete.
+"""
+
+import contextlib
+import datetime
+import json
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from cache.errors import DeadlineExceededError, UnderstudyError
+from chaos.client import StatusView, wait_until
+from chaos.faults import Role as TargetRole
+from chaos.faults import is_gone
+from chaos.history import (
+    FILE_NAME,
+    Command,
+    End,
+    Event,
+    Expectation,
+    Fault,
+    Held,
+    Leftover,
+    Meta,
+    Metrics,
+    Recorder,
+    Reference,
+    Role,
+    Target,
+    to_monotonic_ns,
+)
+from chaos.load import LoadProfile, OpenLoad
+from chaos.machine import this_machine
+from chaos.requests import make_pool
+from chaos.scenario import CommandStep, Expect, FaultStep, Scenario, Step, Wait
+from chaos.streams import StreamFleet, StreamRequest
+from chaos.system import RunningSystem, SystemOptions
+from chaos.watching import ProcessWatcher, StatusWatcher, missing
+from supervisor.process import ProcessId, own_boot_id, read_marker, read_process_id, signal_process
+
+__all__ = ["HOOKS", "Run", "SkippedError", "perform"]
+
+HOOKS: Final = Path(__file__).resolve().parent / "hooks"
+_SILENCE_S: Final = 2.0
+_CALM_S: Final = 90.0
+_POLL_S: Final = 0.02
+_ROLE_LINE = re.compile(
+    r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(?P<ms>\d{3}) INFO engines\.native\.scheduler"
+    r"\[(?P<pid>\d+)\]: role (?P<role>\w+) at epoch (?P<epoch>\d+)"
+)
+_COUNTERS: Final = re.compile(r"understudy_\w+_(?:total|count)(?:\{|$)")
+
+
+class SkippedError(UnderstudyError):
+    """This machine cannot run the scenario; says why."""
+
+    code = "chaos_skipped"
+
+
+def perform(
+    name: str, scenario: Scenario, *, seed: int, directory: Path, tell: Callable[[str], None]
+) -> None:
+    """Run a scenario and leave its record (and the system's logs) in `directory`.
+
+    Raises:
+        SkippedError: it cannot be run here.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        state_dir = directory / "state"
+        shutil.rmtree(state_dir, ignore_errors=True)
+        if scenario.system.state_disk is not None:
+            disk = stack.enter_context(_small_disk(directory / "disk", scenario.system.state_disk))
+            state_dir = disk / "state"
+        recorder = stack.enter_context(Recorder(directory / FILE_NAME))
+        run = Run(
+            name, scenario, seed=seed, directory=directory, state_dir=state_dir,
+            recorder=recorder, tell=tell,
+        )  # fmt: skip
+        run.perform()
+
+
+@contextlib.contextmanager
+def _small_disk(place: Path, size: str) -> Iterator[Path]:
+    """A file system of its own; what is left on it is copied beside it for later reading."""
+    place.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    mounted = subprocess.run(command, capture_output=True, check=False)
+    if mounted.returncode != 0:
+        reason = mounted.stderr.decode(errors="replace").strip()
+        raise SkippedError(f"a small file system cannot be mounted here: {reason}")
+    try:
+        yield place
+        logs = place / "state" / "logs"
+        if logs.is_dir():
+            shutil.copytree(logs, place.parent / "logs", dirs_exist_ok=True)
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=False)  # noqa: S607
+
+
+class Run:
+    """One scenario under way; `chaos.faults.World` for its faults."""
+
+    def __init__(
+        self,
+        name: str,
+        scenario: Scenario,
+        *,
+        seed: int,
+        directory: Path,
+        state_dir: Path,
+        recorder: Recorder,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.seed = seed
+        self.fault_dir = directory / "orders"
+        shutil.rmtree(self.fault_dir, ignore_errors=True)
+        self.fault_dir.mkdir()
+        self._name = name
+        self._scenario = scenario
+        self._recorder = recorder
+        self._tell = tell
+        self._options = _options(scenario, self.fault_dir)
+        self.system = RunningSystem(directory, self._options, state_dir=state_dir)
+        pool = make_pool(scenario.pool, tokens=scenario.tokens, seed=seed)
+        self._pool = pool
+        self.load = OpenLoad(self.system.base_url, pool, on_done=recorder.add)
+        self._status = StatusWatcher(self.system, recorder)
+        self._processes = ProcessWatcher(self.system, recorder)
+        self._events = _EventTail(state_dir / "events.jsonl")
+        self._undo: list[Callable[[], None]] = []
+        self._before: StatusView | None = None
+        self._before_pids: dict[str, int | None] = {}
+        self._before_seq = 0
+        self._submitted = ""
+        self._steps = 0
+        self._is_stopped = False
+
+    # ---------------------------------------------------------------- the whole
+
+    def perform(self) -> None:
+        """Run it; what goes wrong is in the record."""
+        error = ""
+        self._recorder.add(self._meta())
+        try:
+            self._begin()
+            self._perform_all(self._scenario.steps)
+        except (UnderstudyError, OSError, subprocess.SubprocessError) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+            self._tell(f"  the steps ended: {error}")
+        finally:
+            error = self._finish() or error
+            self._recorder.add(End(time.monotonic_ns(), error))
+
+    def _meta(self) -> Meta:
+        scenario = self._scenario
+        return Meta(
+            scenario=self._name,
+            title=scenario.title,
+            seed=self.seed,
+            started_ns=time.monotonic_ns(),
+            started_unix_s=time.time(),
+            machine=this_machine(),
+            system=scenario.system.model_dump(),
+            restart_intensity=scenario.restart_intensity,
+            gaps_are_judged=scenario.gaps_are_judged,
+        )
+
+    def _begin(self) -> None:
+        self._tell("starting the system")
+        self._status.start()
+        self._processes.start()
+        self.system.start()
+        self._wait_whole(_CALM_S)
+        self.load.open()
+        self._tell(f"reference: {len(self._pool)} requests, undisturbed")
+        self._reference()
+
+    def _reference(self) -> None:
+        """Every text without a fault, in another order and beside streams that take slots first."""
+        chance = random.Random(self.seed)
+        shuffled = list(self._pool)
+        chance.shuffle(shuffled)
+        fillers = [
+            StreamRequest(f"filler-{i}", r.prompt, r.max_tokens, r.temperature, r.seed + 7)
+            for i, r in enumerate(shuffled[:3])
+        ]
+        with StreamFleet(self.system.base_url, [*fillers, *shuffled], spacing_s=0.02) as fleet:
+            records = fleet.wait_done(timeout_s=120)
+        for record in records[len(fillers) :]:
+            request = record.request
+            if record.error is not None or not record.has_end_mark:
+                raise UnderstudyError(f"the reference run failed: {request.name}: {record.error}")
+            self._recorder.add(
+                Reference(
+                    request.name, request.prompt, request.temperature, request.max_tokens,
+                    record.text,
+                )
+            )  # fmt: skip
+
+    def _finish(self) -> str:
+        """Undo what lasts, take stock, stop, look around. Returns what went wrong first."""
+        problems: list[str] = []
+
+        def attempt(what: str, work: Callable[[], object]) -> None:
+            try:
+                work()
+            except (UnderstudyError, OSError, subprocess.SubprocessError, ValueError) as error:
+                problems.append(f"{what}: {error}")
+
+        for undo in reversed(self._undo):
+            attempt("undoing a fault", undo)
+        attempt("stopping the load", self.load.close)
+        if not self._is_stopped:
+            attempt("stopping the system", self._stop)
+        failures = (self._status.stop(), self._processes.stop())
+        problems += [f"a watcher ended: {failure!r}" for failure in failures if failure is not None]
+        attempt("reading the events", self._record_events)
+        attempt("reading the engines' logs", self._record_roles)
+        attempt("killing what is left", lambda: self.system.close(check=False))
+        return "; ".join(problems)
+
+    def _stop(self) -> None:
+        self._is_stopped = True
+        self.system.take_inventory()
+        try:
+            self.system.stop()
+        except (UnderstudyError, OSError, subprocess.SubprocessError) as error:
+            self._recorder.add(Leftover(f"it did not stop: {error}"))
+            return
+        for text in self.system.leftovers():
+            self._recorder.add(Leftover(text))
+
+    # -------------------------------------------------------------------- steps
+
+    def _perform_all(self, steps: list[Step]) -> None:
+        for step in steps:
+            if step.repeat is not None:
+                for _ in range(step.repeat.times):
+                    self._perform_all(step.repeat.steps)
+                continue
+            self._steps += 1
+            self._perform_one(step)
+
+    def _perform_one(self, step: Step) -> None:
+        if step.load is not None:
+            self._set_load(step.load.streams_per_s)
+        elif step.wait is not None:
+            self._wait(step.wait)
+        elif step.fault is not None:
+            self._fault(step.fault)
+        elif step.command is not None:
+            self._command(step.command)
+        elif step.expect is not None:
+            self._expect(step.expect)
+        elif step.submit is not None:
+            tokens = step.submit.tokens
+            request = StreamRequest(f"long-{self._steps}", "A long story", tokens, 1.0, self._steps)
+            self._submitted = self.load.submit(request)
+            wait_until(lambda: (self.load.chunks_of(self._submitted) or 0) > 3,
+                       "text of the long request", timeout_s=30)  # fmt: skip
+        elif step.calm is not None:
+            self._calm(step.calm)
+
+    def _set_load(self, streams_per_s: float) -> None:
+        if streams_per_s:
+            self.load.start(LoadProfile(streams_per_s, seed=self.seed + self._steps))
+        else:
+            self.load.pause()
+
+    def _wait(self, wait: Wait) -> None:
+        if wait.seconds is not None:
+            time.sleep(wait.seconds)
+        if wait.flowing is not None:
+            count = wait.flowing
+            wait_until(lambda: self.load.flowing_streams >= count, f"{count} streams that flow",
+                       timeout_s=wait.within)  # fmt: skip
+
+    def _fault(self, step: FaultStep) -> None:
+        self._remember()
+        fault = step.do
+        injury = fault.inject(self)
+        params = fault.model_dump(exclude_defaults=True)
+        label = step.label or _label(fault.kind, params, injury.note)
+        bounds = {k: v for k, v in step.bounds.model_dump().items() if v is not None}
+        self._recorder.add(
+            Fault(
+                label=label,
+                kind=fault.kind,
+                at_ns=injury.at_ns,
+                done_ns=time.monotonic_ns(),
+                targets=list(injury.targets),
+                params=params,
+                bounds_s=bounds,
+                breaks_streams=injury.breaks_streams,
+                is_deadly=injury.is_deadly,
+                note=injury.note,
+            )
+        )
+        self._tell(f"fault: {label}")
+
+    def _command(self, step: CommandStep) -> None:
+        self._remember()
+        at_ns = time.monotonic_ns()
+        if step.do == "start_supervisor":
+            status, text = self._start_supervisor()
+        elif step.do == "stop":
+            self._stop()
+            status, text = 200, "stopped"
+        else:
+            target = f"/v1/{step.do}/{step.engine}" if step.engine else f"/v1/{step.do}"
+            body = step.body or {}
+            try:
+                reply = self.system.admin.request("POST", target, body, timeout_s=step.within)
+                status, text = reply.status, _answer_text(reply.body)
+            except OSError as error:
+                status, text = 0, repr(error)
+        label = f"{step.do} {step.engine}".strip()
+        is_as_wanted = status == step.status
+        self._recorder.add(Command(label, at_ns, time.monotonic_ns(), status, text, is_as_wanted))
+        self._tell(f"command: {label}: {status} {text}")
+        if not is_as_wanted:
+            raise UnderstudyError(f"{label} was answered {status} instead of {step.status}: {text}")
+
+    def _start_supervisor(self) -> tuple[int, str]:
+        self.system.wait_supervisor(timeout_s=10)
+        process = self.system.spawn_supervisor()
+        return 200, f"pid {process.pid}"
+
+    def _expect(self, expect: Expect) -> None:
+        began_ns = time.monotonic_ns()
+        wanted = expect.model_dump(exclude_defaults=True, exclude={"within", "hold"})
+        label = ", ".join(f"{key} {_plain(value)}" for key, value in wanted.items())
+        seen = self._wait_expected(expect)
+        met_ns = 0 if seen else time.monotonic_ns()
+        self._recorder.add(Expectation(label, began_ns, met_ns, expect.within, seen))
+        took_s = (time.monotonic_ns() - began_ns) / 1e9
+        self._tell(f"  {'missed' if seen else 'met'} in {took_s:.1f} s: {label}")
+        if seen:
+            raise UnderstudyError(f"expected {label} within {expect.within:g} s: {seen}")
+
+    def _wait_expected(self, expect: Expect) -> str:
+        """Empty once everything holds; else what was still wrong when time ran out."""
+        deadline = time.monotonic() + expect.within
+        held_since: float | None = None
+        while True:
+            wrong = self._differences(expect)
+            now_s = time.monotonic()
+            if wrong:
+                held_since = None
+            else:
+                held_since = held_since if held_since is not None else now_s
+                if now_s - held_since >= expect.hold:
+                    return ""
+            if now_s > deadline + expect.hold:
+                return "; ".join(wrong) or "it did not last"
+            if not self._is_stopped and self.system.supervisor.poll() not in (None, -9, -15):
+                return f"the supervisor ended with {self.system.supervisor.poll()}"
+            time.sleep(_POLL_S)
+
+    def _differences(self, expect: Expect) -> list[str]:
+        status = self.system.status()
+        if status is None:
+            return ["no supervisor answers"]
+        wrong = missing(status, self.system) if expect.whole else []
+        group = status.group
+        if expect.group is not None and group.state != expect.group:
+            wrong.append(f"the group is {group.state}")
+        wrong += self._moves(expect, status)
+        for name, state in expect.engines.items():
+            found = next((e.state for e in group.engines if e.name == name), "unknown")
+            if found != state:
+                wrong.append(f"{name} is {found}")
+        pids = _pids(status)
+        for role in expect.same:
+            if pids[role] != self._before_pids.get(role):
+                wrong.append(f"{role} is another process")
+        for role in expect.other:
+            if pids[role] is None or pids[role] == self._before_pids.get(role):
+                wrong.append(f"{role} is still the old process")
+        silence_s = self.load.longest_silence_s()
+        if expect.flowing and silence_s > _SILENCE_S:
+            wrong.append(f"a stream has been silent for {silence_s:.1f} s")
+        if expect.event is not None and not self._events.has(expect.event, self._before_seq):
+            wrong.append(f"no event {expect.event}")
+        if expect.streams_end_with is not None and self.load.chunks_of(self._submitted) is not None:
+            wrong.append(f"{self._submitted} goes on")
+        return wrong
+
+    def _moves(self, expect: Expect, status: StatusView) -> list[str]:
+        before, group, wrong = self._before, status.group, list[str]()
+        if before is None:
+            return []
+        rise = group.epoch - before.group.epoch
+        wants_rise = expect.epochs == "rises"
+        if expect.epochs is not None and not (rise > 0 if wants_rise else rise == expect.epochs):
+            wrong.append(f"the epoch has risen by {rise}")
+        if expect.primary == "same" and group.primary != before.group.primary:
+            wrong.append(f"the primary is {group.primary}")
+        if expect.primary == "other" and group.primary in (None, before.group.primary):
+            wrong.append(f"the primary is {group.primary}")
+        return wrong
+
+    def _calm(self, label: str) -> None:
+        """No streams, nothing missing: the moment to compare descriptors and counters."""
+        self.load.drain(timeout_s=_CALM_S)
+        self._wait_whole(_CALM_S)
+        time.sleep(1.0)  # burials, stats events and canaries of the last step end meanwhile
+        self._record_held(label)
+        self._record_metrics()
+        self.system.take_inventory()
+        self._tell(f"calm: {label}")
+
+    def _wait_whole(self, timeout_s: float) -> None:
+        seen: list[str] = []
+
+        def look() -> bool:
+            status = self.system.status()
+            seen[:] = ["no supervisor answers"] if status is None else missing(status, self.system)
+            return not seen
+
+        try:
+            wait_until(look, "a whole system", timeout_s=timeout_s)
+        except DeadlineExceededError:
+            raise UnderstudyError(
+                f"the system is not whole after {timeout_s:g} s: {'; '.join(seen)}"
+            ) from None
+
+    # -------------------------------------------------------------------- world
+
+    def locate(self, role: TargetRole) -> Target:
+        """Who has the role now, or had it when the supervisor last answered."""
+        if role == "supervisor":
+            pid: int | None = self.system.supervisor.pid
+        else:
+            try:
+                status: StatusView | None = self.system.admin.status(timeout_s=1.0)
+            except (OSError, UnderstudyError):
+                status = self._status.last
+            pid = _pids(status)[role] if status is not None else None
+        if pid is None:
+            raise UnderstudyError(f"no process has the role {role} now")
+        process = read_process_id(pid)
+        marker = read_marker(pid)
+        if role == "supervisor":
+            return Target(role, pid, process.start_ticks, f"supervisor-{pid}")
+        if marker is None:
+            raise UnderstudyError(f"pid {pid} does not carry this system's marker")
+        return Target(role, pid, process.start_ticks, marker.instance)
+
+    def send(self, target: Target, sig: signal.Signals) -> bool:
+        """Signal a process of this system; a stop is undone at the end."""
+        process = ProcessId(target.pid, target.start_ticks, own_boot_id())
+        if sig is signal.SIGSTOP:
+            self.on_end(lambda: None if is_gone(target) else _continue(process))
+        return signal_process(process, sig)
+
+    def on_end(self, undo: Callable[[], None]) -> None:
+        """Do this when the run ends."""
+        self._undo.append(undo)
+
+    # ------------------------------------------------------------------ records
+
+    def _remember(self) -> None:
+        """What later steps compare with."""
+        self._before = self.system.status() or self._status.last
+        self._before_pids = _pids(self._before) if self._before is not None else {}
+        self._before_seq = self._events.last_seq()
+
+    def _record_held(self, label: str) -> None:
+        processes = {}
+        for process, instance in self.system.marked():
+            if instance.startswith(("supervisor", "gateway", "cache", "zygote")):
+                processes[f"{instance}:{process.pid}"] = _descriptors(process.pid)
+        self._recorder.add(Held(time.monotonic_ns(), label, processes))
+
+    def _record_metrics(self) -> None:
+        text = str(self.system.admin.get("/metrics"))
+        values = {}
+        for line in text.splitlines():
+            sample, _, value = line.rpartition(" ")
+            if not line.startswith("#") and _COUNTERS.match(sample):
+                values[sample] = float(value)
+        self._recorder.add(
+            Metrics(
+                time.monotonic_ns(), self.system.supervisor.pid, self._events.last_seq(), values
+            )
+        )
+
+    def _record_events(self) -> None:
+        clocks = self._status.clocks
+        clock_s, clock_ns = [c.unix_s for c in clocks], [c.at_ns for c in clocks]
+        for event in self._events.all():
+            at_ns = to_monotonic_ns(float(event.get("time", 0.0)), clock_s, clock_ns)
+            self._recorder.add(Event(at_ns, event))
+
+    def _record_roles(self) -> None:
+        clocks = self._status.clocks
+        clock_s, clock_ns = [c.unix_s for c in clocks], [c.at_ns for c in clocks]
+        for path in sorted((self.system.state_dir / "logs").glob("*.log")):
+            for line in path.read_text("utf-8", errors="replace").splitlines():
+                if (found := _ROLE_LINE.match(line)) is None:
+                    continue
+                stamp = datetime.datetime.strptime(found["time"], "%Y-%m-%d %H:%M:%S").astimezone()
+                unix_s = stamp.timestamp() + int(found["ms"]) / 1000
+                at_ns = to_monotonic_ns(unix_s, clock_s, clock_ns)
+                self._recorder.add(
+                    Role(at_ns, path.stem, int(found["pid"]), found["role"], int(found["epoch"]))
+                )
+
+
+class _EventTail:
+    """The events on disk, read on as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._events: list[dict[str, Any]] = []
+
+    def all(self) -> list[dict[str, Any]]:
+        """Every complete line so far."""
+        try:
+            with self._path.open("rb") as stream:
+                stream.seek(self._offset)
+                data = stream.read()
+        except FileNotFoundError:
+            return self._events
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        self._events += [json.loads(line) for line in data[:end].splitlines() if line.strip()]
+        return self._events
+
+    def last_seq(self) -> int:
+        """Number of the newest."""
+        events = self.all()
+        return _seq(events[-1]) if events else 0
+
+    def has(self, kind: str, after_seq: int) -> bool:
+        """Whether one of this kind came behind that number."""
+        return any(e["kind"] == kind and _seq(e) > after_seq for e in self.all())
+
+
+def _seq(event: dict[str, Any]) -> int:
+    return int(event["seq"])
+
+
+def _continue(process: ProcessId) -> None:
+    signal_process(process, signal.SIGCONT)
+
+
+def _options(scenario: Scenario, orders: Path) -> SystemOptions:
+    shape = scenario.system
+    return SystemOptions(
+        standby=shape.standby,
+        batch=shape.batch,
+        ballast=shape.ballast,
+        slots=shape.slots,
+        workers=shape.workers,
+        hang_after=shape.hang_after,
+        stable_after=shape.stable_after,
+        freeze_when=shape.freeze_when,
+        resume_after=shape.resume_after,
+        intensity=shape.intensity,
+        max_young_deaths=shape.max_young_deaths,
+        extra_environment={
+            "UNDERSTUDY_FAULTS": "1",
+            "UNDERSTUDY_CHAOS_ORDERS": str(orders),
+            "PYTHONPATH": str(HOOKS),
+        },
+    )
+
+
+def _pids(status: StatusView | None) -> dict[str, int | None]:
+    """Pids by role."""
+    if status is None:
+        return dict.fromkeys(
+            ("primary", "standby", "batch", "zygote", "cache", "gateway", "supervisor")
+        )
+    group = status.group
+    engines = {role: group.engine(role) for role in ("primary", "standby", "batch")}
+    return {
+        **{role: engine.pid if engine else None for role, engine in engines.items()},
+        "zygote": group.zygote.pid if group.zygote else None,
+        "cache": group.cache[0].pid if group.cache else None,
+        "gateway": status.gateway[0].pid if status.gateway else None,
+        "supervisor": status.supervisor.pid,
+    }
+
+
+def _descriptors(pid: int) -> dict[str, int]:
+    """Open descriptors by kind; empty when the process is gone."""
+    counts: dict[str, int] = {}
+    try:
+        paths = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return counts
+    for path in paths:
+        try:
+            target = str(path.readlink())
+        except OSError:
+            continue  # closed while we looked
+        kind = re.split(r"[:\[ ]", target.lstrip("/"))[0] if not target.startswith("anon_inode") \
+            else target.removeprefix("anon_inode:")  # fmt: skip
+        if target.startswith("/memfd:"):
+            kind = "memfd"
+        elif target.startswith("/"):
+            kind = "file"
+        counts[kind] = counts.get(kind, 0) + 1
+    return counts
+
+
+def _label(kind: str, params: dict[str, object], note: str) -> str:
+    target = _plain(params.get("target", ""))
+    if kind == "signal":
+        return f"SIG{params.get('signal', 'KILL')} {target}"
+    return " ".join(part for part in (kind.replace("_", " "), target, note) if part)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, list):
+        return "+".join(map(str, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{k}={v}" for k, v in value.items())
+    return "yes" if value is True else str(value)
+
+
+def _answer_text(body: object) -> str:
+    if isinstance(body, dict):
+        return str(body.get("text") or body.get("detail") or body.get("title") or "")[:300]
+    return str(body)[:300]
