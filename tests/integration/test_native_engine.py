@@ -54,9 +54,9 @@ SLOTS, QUEUE, MAX_LENGTH, GRACE_S, MAX_UNSENT = 4, 2, 512, 1.0, 32
 _EPOCHS = itertools.count(10)
 
 
-def body(tokens: int = 8, prompt: str = "The lantern", **changes: Any) -> GenerateBody:
+def body(tokens: int = 8, **changes: Any) -> GenerateBody:
     made = GenerateBody(
-        "completion", prompt=prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True
+        "completion", prompt="The lantern", max_tokens=tokens, temperature=0.0, ignore_eos=True
     )
     return msgspec.structs.replace(made, **changes)
 
@@ -453,7 +453,7 @@ async def test_the_canary_is_the_same_in_every_role_and_under_load(engine: Engin
 async def test_control_answers_while_the_model_runs(engine: Engine) -> None:
     streams = [await engine.open(body(480)) for _ in range(SLOTS)]
     readers = [asyncio.create_task(s.finish()) for s in streams]
-    took_ms = []
+    took_ms: list[float] = []
     async with engine.control() as client:
         while not all(r.done() for r in readers) and len(took_ms) < 150:
             started = time.perf_counter()
