@@ -1,0 +1,205 @@
+"""Runs one schedule: lives of the supervisor one after another, faults, healing, judgement."""
+
+import asyncio
+import contextvars
+import logging
+import weakref
+from collections.abc import Coroutine
+from typing import Any, Final
+
+from supervisor.admin.controller import Operation
+from supervisor.core.states import IllegalTransitionError
+from supervisor.errors import UnderstudyError
+from supervisor.observe.looplag import LoopLag
+from supervisor.observe.observer import NullObserver
+from supervisor.runtime.controller import RuntimeController
+from supervisor.runtime.paths import StatePaths
+from supervisor.runtime.services import Services
+from supervisor.runtime.supervisor import SupervisorRuntime
+from tests.sim.clock import SimLoop
+from tests.sim.fakeengine import FakeEngine
+from tests.sim.machine import FakeMachine
+from tests.sim.records import CountingMetrics, EventSink, SimDisk, SimJournal
+from tests.sim.shapes import Shape, topology_of
+from tests.sim.world import World
+
+__all__ = ["Keeper", "Life"]
+
+LIFE: contextvars.ContextVar["Life | None"] = contextvars.ContextVar("life", default=None)
+_RESTART_S: Final = 0.3
+_FAILED_STARTS: Final = 4
+
+
+class Life:
+    """One supervisor, from its start to its crash or stop."""
+
+    def __init__(self, world: World, loop: SimLoop, shape: Shape, disk: SimDisk, number: int) -> None:
+        self.world = world
+        self.number = number
+        self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        self.operations: dict[asyncio.Task[Any], str] = {}
+        self.is_gone = False
+        self._loop = loop
+        self.context = contextvars.copy_context()
+        self.context.run(LIFE.set, self)
+        self.machine = self.context.run(FakeMachine, world, loop)
+        world.machine = self.machine
+        self.metrics = CountingMetrics()
+        self.events = EventSink(disk, world.clock, world.judge.note)
+        self.journal = SimJournal(disk, world.clock)
+        topology = topology_of(shape)
+        paths = StatePaths(topology.state_dir)
+        paths.make()
+        self.services = Services(
+            topology, paths, "simstate", self.machine, self.events, self.metrics, NullObserver(),
+            clock=world.clock,
+        )  # fmt: skip
+        self.machine.is_stopping = lambda: self.services.is_stopping
+        self.lag = LoopLag(clock_ns=world.clock.monotonic_ns)
+        self.runtime = self.context.run(
+            SupervisorRuntime, self.services, self.journal, disk.state, self.lag
+        )
+        self.controller = RuntimeController(self.runtime)
+        self.group = self.runtime.groups[0]
+        self.task = self.create_task(self._run())
+
+    def create_task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """A task that dies with this supervisor."""
+        return self.context.run(self._loop.create_task, work)
+
+    async def _run(self) -> None:
+        """As `supervisor.daemon` does it."""
+        self.lag.start()
+        try:
+            await self.runtime.start()
+            await self.runtime.stop_requested.wait()
+        except UnderstudyError as error:
+            self._judge_failed_start(error)
+        await self.runtime.shut_down()
+        self.lag.stop()
+
+    def _judge_failed_start(self, error: UnderstudyError) -> None:
+        judge = self.world.judge
+        judge.note(f"the supervisor cannot start: {error}")
+        served = [
+            p
+            for p in self.world.living()
+            if isinstance(p, FakeEngine) and p.role == "primary" and not p.is_blemished
+        ]
+        if served:
+            judge.breach(f"a failed start ends {served[0].unit}, which serves: {error}")
+
+    def kill(self) -> None:
+        """SIGKILL: from here on nothing that it does has an effect."""
+        if self.is_gone:
+            return
+        self.is_gone = self.machine.is_gone = self.services.is_stopping = True
+        self.events.is_gone = self.journal.is_gone = True
+        self.world.judge.note("the supervisor was killed")
+        self.lag.stop()
+        for proc in self.world.living():
+            for client in tuple(proc.connections):
+                if client.machine is self.machine:
+                    client.close()
+        for task in self.tasks:
+            task.cancel()
+
+    async def gone(self) -> None:
+        """Wait until the last of it has unwound."""
+        for _ in range(50):
+            pending = [t for t in self.tasks if not t.done()]
+            if not pending:
+                break
+            for task in pending:
+                task.cancel()
+            await asyncio.sleep(0)
+        self.runtime.fleet.close()
+        self.world.close_descriptors(self.machine)
+
+    # ---------------------------------------------------------------- operator
+
+    def order(self, name: str, work: Coroutine[Any, Any, Operation], *units: str) -> None:
+        """Let the operator run a command; what it may end is no surprise any more."""
+        self.world.judge.operator_touched.update(units)
+        task = self.create_task(self._ordered(name, work))
+        self.operations[task] = name
+        task.add_done_callback(lambda t: self.operations.pop(t, None))
+
+    async def _ordered(self, name: str, work: Coroutine[Any, Any, Operation]) -> None:
+        judge = self.world.judge
+        judge.note(f"operator: {name}")
+        try:
+            answer = await work
+        except UnderstudyError as error:
+            judge.note(f"operator: {name} -> {error.stable_code}: {error}")
+            if isinstance(error, IllegalTransitionError):
+                judge.breach(f"{name}: {error}")
+        except Exception as error:  # noqa: BLE001 - a bug of the command, which is what we look for
+            judge.breach(f"{name} raised {error!r}")
+        else:
+            judge.note(f"operator: {name} -> {answer.state}")
+            if name == "pause":
+                judge.is_paused = True
+
+
+class Keeper:
+    """Starts the next supervisor when one has ended, as systemd would."""
+
+    def __init__(self, world: World, loop: SimLoop, shape: Shape) -> None:
+        self.world = world
+        self.disk = SimDisk()
+        self._loop = loop
+        self._shape = shape
+        self._failed = 0
+        self.is_closing = False
+        self.lives: list[Life] = []
+        self.life = self._begin()
+
+    def _begin(self) -> Life:
+        life = Life(self.world, self._loop, self._shape, self.disk, len(self.lives) + 1)
+        self.world.judge.note(f"supervisor {life.number} starts")
+        self.lives.append(life)
+        life.task.add_done_callback(lambda _: self._ended(life))
+        return life
+
+    def _ended(self, life: Life) -> None:
+        if not self.is_closing:
+            self._loop.create_task(self._next(life))
+
+    async def _next(self, life: Life) -> None:
+        judge = self.world.judge
+        if not life.is_gone:
+            self._failed += 1
+            if self._failed > _FAILED_STARTS:
+                judge.breach(f"the supervisor has failed to start {self._failed} times")
+                return
+        await life.gone()
+        if judge.is_paused and not self.disk.state.paused:
+            judge.is_paused = False  # the crash came before the word was on disk
+        await asyncio.sleep(_RESTART_S)
+        self.life = self._begin()
+
+
+class Objections(logging.Handler):
+    """Turns what the runtime logs as a bug of its own into a breach."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.WARNING)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A traceback, or a move that the table does not know."""
+        life = LIFE.get()
+        if life is not None and life.is_gone:
+            return
+        args = record.args if isinstance(record.args, tuple) else ()
+        illegal = next((a for a in args if isinstance(a, IllegalTransitionError)), None)
+        if illegal is not None:
+            self._world.judge.breach(f"{record.getMessage()} ({illegal.details['story']})")
+        elif record.exc_info:
+            error = record.exc_info[1]
+            trace = error.__traceback__ if error is not None else None
+            while trace is not None and trace.tb_next is not None:
+                trace = trace.tb_next
+            where = f"{trace.tb_frame.f_code.co_qualname}:{trace.tb_lineno}" if trace else ""
+            self._world.judge.breach(f"{record.getMessage()}: {error!r} at {where}")

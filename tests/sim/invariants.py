@@ -1,0 +1,123 @@
+"""What must hold at every moment and at the end; a breach is recorded, the run goes on.
+
+The record is on one clock, so "at most one primary" is a check of intervals: an engine acts as
+primary from the moment its mapping is writable until it has given the role up or its death is
+proven. A stopped or condemned process still counts: it might write when it is let go on.
+"""
+
+from collections import Counter, defaultdict, deque
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from tests.sim.clock import VirtualTime
+    from tests.sim.world import Proc
+
+__all__ = ["Judge", "Violation"]
+
+_STARTS_PER_WINDOW: Final = 14
+_WINDOW_NS: Final = 10_000_000_000
+
+
+class Violation(Exception):  # noqa: N818 - the field's word
+    """An invariant does not hold."""
+
+
+class Judge:
+    """Takes down what happens, and objects."""
+
+    def __init__(self, clock: "VirtualTime") -> None:
+        self._clock = clock
+        self.violations: list[str] = []
+        self.history: list[tuple[float, str]] = []
+        self.is_paused = False  # the operator has been told so
+        self.operator_touched: set[str] = set()  # units that a command may end now
+        self.writers: dict[int, Proc] = {}  # by epoch: who acted last as primary of it
+        self._acting: Proc | None = None
+        self._epoch = 0
+        self._starts: dict[str, deque[int]] = defaultdict(deque)
+        self.promotions = 0
+        self.births: Counter[str] = Counter()
+
+    def note(self, sentence: str) -> None:
+        """One line of the history."""
+        self.history.append((self._clock.elapsed_s, sentence))
+
+    def breach(self, sentence: str) -> None:
+        """An invariant is broken."""
+        self.violations.append(sentence)
+        self.note(f"VIOLATION: {sentence}")
+
+    def sentences(self) -> list[str]:
+        """The history, one line each."""
+        return [f"{at_s:9.4f} s  {text}" for at_s, text in self.history]
+
+    # ---------------------------------------------------------------- processes
+
+    def born(self, proc: "Proc") -> None:
+        """A process was started."""
+        self.note(f"{proc} was started")
+        self.births[proc.kind] += 1
+        starts = self._starts[proc.unit]
+        starts.append(self._clock.now_ns)
+        while starts and starts[0] < self._clock.now_ns - _WINDOW_NS:
+            starts.popleft()
+        if len(starts) > _STARTS_PER_WINDOW:
+            self.breach(f"{proc.unit} was started {len(starts)} times within 10 s")
+        if self.is_paused:
+            self.breach(f"{proc.unit} was started while paused")
+
+    def ended(self, proc: "Proc") -> None:
+        """Its death is proven."""
+        self.note(f"{proc} is dead")
+        if self._acting is proc:
+            self._acting = None
+
+    def signalled(self, proc: "Proc", what: str, *, expected: bool) -> None:
+        """A supervisor signals a living process."""
+        self.note(f"the supervisor sends {what} to {proc}")
+        if self.is_paused:
+            self.breach(f"{proc.unit} got {what} while paused")
+        if what == "SIGKILL" and not expected:
+            self.breach(f"{proc.unit} was killed though it did its work")
+
+    # -------------------------------------------------------------------- roles
+
+    def ordered_primary(self, proc: "Proc", epoch: int) -> None:
+        """A supervisor orders a promotion."""
+        if self.is_paused:
+            self.breach(f"{proc.unit} was promoted while paused")
+        acting = self._acting
+        if acting is not None and acting is not proc:
+            self.breach(
+                f"{proc.unit} was promoted to epoch {epoch} while {acting.unit} was not fenced"
+            )
+
+    def acts(self, proc: "Proc", epoch: int) -> None:
+        """An engine begins to act as primary."""
+        self.note(f"{proc} acts as primary of epoch {epoch}")
+        self.promotions += 1
+        acting = self._acting
+        if acting is not None and acting is not proc:
+            self.breach(f"{proc.unit} and {acting.unit} act as primary at the same time")
+        before = self.writers.get(epoch)
+        if before is not None and before is not proc:
+            self.breach(f"{before} and {proc} were both primary of epoch {epoch}")
+        if epoch < self._epoch:
+            self.breach(f"{proc.unit} acts at epoch {epoch}, behind epoch {self._epoch}")
+        self._epoch = max(self._epoch, epoch)
+        self.writers[epoch] = proc
+        self._acting = proc
+
+    def rests(self, proc: "Proc") -> None:
+        """An engine has given up its role."""
+        self.note(f"{proc} has given up its role")
+        if self._acting is proc:
+            self._acting = None
+
+    # ------------------------------------------------------------------- events
+
+    def check_events(self, events: list[dict[str, Any]], *, first_seq: int) -> None:
+        """Sequence numbers rise by one."""
+        found = [e["seq"] for e in events]
+        if found != list(range(first_seq, first_seq + len(found))):
+            self.breach("the events' sequence has a gap")

@@ -1,0 +1,454 @@
+"""The machine of one supervisor life: the port `supervisor.runtime.machine.Machine` on the world.
+
+When that supervisor crashes, `is_gone` turns everything it still tries into nothing: what its
+clean-up code would do does not happen, as after a real SIGKILL.
+"""
+
+import asyncio
+import contextvars
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM, Signals
+from typing import Any, Final
+
+import msgspec
+
+from cache.errors import ConnectionClosedError, DeadlineExceededError, ErrorBody, RemoteError
+from cache.rpc import Hello
+from cache.wire import Event
+from engines.contract import EngineSpec, ZygoteSpec
+from supervisor.gateway.protocol import GatewaySpec, Routes
+from supervisor.process import (
+    EvidenceKind,
+    ExitEvidence,
+    FenceEvidence,
+    FenceNotProvenError,
+    Marker,
+    ProcessGoneError,
+    ProcessId,
+    ProcessTree,
+)
+from supervisor.runtime.machine import (
+    ControlClient,
+    CpuLook,
+    ExitWatch,
+    Handle,
+    LeftBehind,
+    OnEvent,
+)
+from tests.sim.fakeengine import FakeEngine
+from tests.sim.fakes import FakeCache, FakeGateway, FakeZygote
+from tests.sim.world import Memory, Proc, ProcState, World
+
+__all__ = ["FakeClient", "FakeMachine", "FakeWatch"]
+
+_WATCH_S: Final = 0.005
+_WIRE_S: Final = (0.00005, 0.0004)
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    verb: str
+    params: Any
+    memories: list[Memory | None]
+    future: "asyncio.Future[tuple[msgspec.Raw, list[int]]]"
+    is_answered: bool = field(default=False)
+
+
+class FakeClient:
+    """A control connection. The server handles its requests one after another."""
+
+    def __init__(self, machine: "FakeMachine", proc: Proc, on_event: OnEvent | None) -> None:
+        self.machine = machine
+        self.proc = proc
+        self.is_closed = False
+        self.last_routes: Routes | None = None
+        self._on_event = on_event
+        self._queue: deque[_Request] = deque()
+        self._is_serving = False
+        self._pending: set[asyncio.Future[tuple[msgspec.Raw, list[int]]]] = set()
+        proc.connections.append(self)
+
+    async def call(
+        self, verb: str, params: object = None, *, fds: Sequence[int] = (), timeout_s: float
+    ) -> tuple[msgspec.Raw, list[int]]:
+        """See the port."""
+        self.machine.check()
+        if self.is_closed:
+            raise ConnectionClosedError("the connection is closed")
+        if isinstance(params, Routes):
+            self.last_routes = params
+        world = self.machine.world
+        request = _Request(
+            verb, params, [world.memory_of(fd) for fd in fds],
+            asyncio.get_running_loop().create_future(),
+        )  # fmt: skip
+        self._pending.add(request.future)
+        world.clock.after(self.proc.random.uniform(*_WIRE_S), lambda: self._arrive(request))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await request.future
+        except TimeoutError as error:
+            _discard(request.future)
+            raise DeadlineExceededError(f"the answer to {verb}", timeout_s=timeout_s) from error
+        except asyncio.CancelledError:
+            _discard(request.future)
+            raise
+        finally:
+            self._pending.discard(request.future)
+
+    def _arrive(self, request: _Request) -> None:
+        self._queue.append(request)
+        self.proc.when_running(self._serve)
+
+    def _serve(self) -> None:
+        if self._is_serving or not self._queue:
+            return
+        self._is_serving = True
+        request = self._queue.popleft()
+        self.proc.world.spring("before", request.verb, self.proc)
+        self.proc.when_running(lambda: self._handle(request))
+
+    def _handle(self, request: _Request) -> None:
+        def reply(
+            result: object = None, fds: Sequence[Memory] = (), error: ErrorBody | None = None
+        ) -> None:
+            if request.is_answered:
+                return
+            request.is_answered = True
+            delay_s = self.proc.between(*_WIRE_S)
+            self.proc.later(delay_s, lambda: self._send(request, result, fds, error))
+
+        if self.proc.lose_answers > 0:
+            self.proc.lose_answers -= 1  # its handler is stuck, and with it this connection
+        elif request.verb == "hello":
+            reply(self.proc.hello())
+        else:
+            self.proc.handle(request.verb, request.params, request.memories, reply)
+
+    def _send(
+        self, request: _Request, result: object, fds: Sequence[Memory], error: ErrorBody | None
+    ) -> None:
+        self._is_serving = False
+        self.proc.world.spring("after", request.verb, self.proc)
+        future = request.future
+        if not future.done() and not self.is_closed and not self.machine.is_gone:
+            if error is not None:
+                future.set_exception(RemoteError(error))
+            else:
+                own = [self.machine.world.hand_out(memory, self.machine) for memory in fds]
+                future.set_result((msgspec.Raw(msgspec.json.encode(result)), own))
+        self.proc.when_running(self._serve)
+
+    def deliver_event(self, name: str, params: object) -> None:
+        """An event from the server; read by the loop when it has its turn."""
+        event = Event(name, msgspec.Raw(msgspec.json.encode(params)))
+
+        def read() -> None:
+            if not self.is_closed and not self.machine.is_gone and self._on_event is not None:
+                self._on_event(event, [])
+
+        if not self.is_closed and not self.machine.is_gone:
+            self.machine.call_soon(read)
+
+    def lost(self) -> None:
+        """End of file from the server."""
+        self._end("the peer closed the connection")
+
+    def close(self) -> None:
+        """See the port."""
+        self._end("closed by this side")
+
+    def _end(self, why: str) -> None:
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.proc.connections.remove(self)
+        for future in self._pending:
+            if not future.done() and not self.machine.is_gone:
+                future.set_exception(ConnectionClosedError(why))
+
+
+def _discard(future: "asyncio.Future[tuple[msgspec.Raw, list[int]]]") -> None:
+    """Close descriptors of an answer that came when nobody waited any more, as `RpcClient` does."""
+    if future.done() and not future.cancelled() and future.exception() is None:
+        for fd in future.result()[1]:
+            os.close(fd)
+
+
+class FakeWatch:
+    """The exit watcher's eye: it looks every 5 ms, at a random phase."""
+
+    def __init__(
+        self,
+        machine: "FakeMachine",
+        proc: Proc,
+        on_dead: Callable[[ExitEvidence], None],
+        on_stop_change: Callable[[], None],
+    ) -> None:
+        self._machine = machine
+        self._proc = proc
+        self._on_dead = on_dead
+        self._on_stop_change = on_stop_change
+        self.last_alive_ns: int | None = None
+        self.is_stopped = False
+        self.is_cancelled = False
+        proc.watches.append(self)
+        if proc.state is ProcState.DEAD:
+            self.dead()
+        elif proc.state is ProcState.STOPPED:
+            self.stop_changed()
+
+    def cancel(self) -> None:
+        """See the port."""
+        if not self.is_cancelled:
+            self.is_cancelled = True
+            self._proc.watches.remove(self)
+
+    def dead(self) -> None:
+        """Evidence is there; the next look finds it."""
+        self._machine.world.clock.after(
+            self._proc.random.uniform(0, _WATCH_S), lambda: self._soon(self._see_death)
+        )
+
+    def stop_changed(self) -> None:
+        """State `T` began or ended; the next look finds it."""
+        self._machine.world.clock.after(
+            self._proc.random.uniform(0, _WATCH_S), lambda: self._soon(self._see_stop)
+        )
+
+    def _soon(self, look: Callable[[], None]) -> None:
+        if not self.is_cancelled and not self._machine.is_gone:
+            self._machine.call_soon(look)
+
+    def _see_death(self) -> None:
+        if self.is_cancelled or self._machine.is_gone:
+            return
+        self.cancel()
+        now_ns = self._machine.world.clock.now_ns
+        self.last_alive_ns = (self._proc.died_ns or now_ns) - int(_WATCH_S * 1e9)
+        self._on_dead(ExitEvidence(self._proc.process, EvidenceKind.FLAGS, now_ns))
+
+    def _see_stop(self) -> None:
+        is_stopped = self._proc.state is ProcState.STOPPED
+        if self.is_cancelled or self._machine.is_gone or is_stopped == self.is_stopped:
+            return
+        self.is_stopped = is_stopped
+        self._on_stop_change()
+
+
+class FakeHandle:
+    """One process that a unit owns."""
+
+    def __init__(self, machine: "FakeMachine", process: ProcessId, marker: Marker) -> None:
+        self.process = process
+        self._machine = machine
+        self._marker = marker
+
+    @property
+    def tree(self) -> ProcessTree:
+        """See the port."""
+        return ProcessTree(self.process, self._marker)
+
+    def send_signal(self, sig: Signals) -> bool:
+        """See the port."""
+        return self._machine.signal(self.process, sig)
+
+    def report_exit(self, exit_status: int) -> None:
+        """Nobody asks for it here."""
+
+    async def wait_reaped(self, *, timeout_s: float) -> int | None:
+        """See the port."""
+        proc = self._machine.world.procs[self.process]
+        deadline = self._machine.loop.time() + timeout_s
+        while not proc.is_reaped and self._machine.loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        return None
+
+    async def terminate(self, *, grace_s: float) -> bool:
+        """See the port."""
+        self.send_signal(SIGTERM)
+        await asyncio.sleep(0.01)
+        return True
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class FakeMachine:
+    """What one supervisor can do to the world."""
+
+    def __init__(self, world: World, loop: asyncio.AbstractEventLoop) -> None:
+        self.world = world
+        self.loop = loop
+        self.is_gone = False
+        self.is_stopping: Callable[[], bool] = lambda: False
+        self._context = contextvars.copy_context()
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Let the supervisor's loop do something, as part of that supervisor."""
+        self.loop.call_soon(call, context=self._context)
+
+    def check(self) -> None:
+        """A dead supervisor does nothing."""
+        if self.is_gone:
+            raise asyncio.CancelledError
+
+    def spawn(
+        self, argv: Sequence[str], *, env: Mapping[str, str], log_path: Path, marker: Marker,
+        cwd: Path, pass_fds: Sequence[int],
+    ) -> Handle:  # fmt: skip
+        """See the port."""
+        self.check()
+        module, rest = argv[argv.index("-m") + 1], argv[argv.index("-m") + 2 :]
+        proc = self._new_process(module, rest, marker, pass_fds)
+        assert proc.instance == marker.instance
+        return FakeHandle(self, proc.process, marker)
+
+    def _new_process(
+        self, module: str, rest: Sequence[str], marker: Marker, pass_fds: Sequence[int]
+    ) -> Proc:
+        match module:
+            case "supervisor.gateway":
+                spec = msgspec.json.decode(Path(rest[0]).read_bytes(), type=GatewaySpec)
+                return FakeGateway(self.world, spec, pass_fds[0])
+            case "engines.zygote":
+                zygote = msgspec.json.decode(Path(rest[0]).read_bytes(), type=ZygoteSpec)
+                return FakeZygote(self.world, zygote)
+            case "cache.daemon":
+                return FakeCache(self.world, marker.instance, rest[rest.index("--socket") + 1])
+            case "engines.native":
+                engine = msgspec.json.decode(Path(rest[0]).read_bytes(), type=EngineSpec)
+                return self.world.new_engine(engine, parent=None)
+            case _:
+                raise AssertionError(f"nobody knows {module}")
+
+    def adopt(self, process: ProcessId, marker: Marker) -> Handle:
+        """See the port."""
+        self.check()
+        if self.world.procs[process].is_reaped:
+            raise ProcessGoneError(process)
+        return FakeHandle(self, process, marker)
+
+    def watch(
+        self,
+        process: ProcessId,
+        on_dead: Callable[[ExitEvidence], None],
+        on_stop_change: Callable[[], None],
+    ) -> ExitWatch:
+        """See the port."""
+        self.check()
+        return FakeWatch(self, self.world.procs[process], on_dead, on_stop_change)
+
+    async def fence(self, tree: ProcessTree, *, timeout_s: float) -> FenceEvidence:
+        """See the port."""
+        self.check()
+        world, proc = self.world, self.world.procs[tree.root]
+        started_ns = world.clock.now_ns
+        world.spring("before", "fence", proc)
+        if proc.state in (ProcState.RUNNING, ProcState.STOPPED):
+            self._check_routes(proc)
+            self.signal(tree.root, SIGKILL)
+        if proc.state is not ProcState.DEAD:
+            await self._evidence(proc, timeout_s, started_ns)
+        world.spring("after", "fence", proc)
+        self.check()
+        return FenceEvidence(tree.root, (), 1, started_ns, world.clock.now_ns)
+
+    async def _evidence(self, proc: Proc, timeout_s: float, started_ns: int) -> None:
+        ended: asyncio.Future[None] = self.loop.create_future()
+        proc.on_dead.append(lambda: None if ended.done() else ended.set_result(None))
+        await asyncio.wait([ended], timeout=timeout_s)
+        if proc.state is not ProcState.DEAD:
+            waited_ms = (self.world.clock.now_ns - started_ns) / 1e6
+            raise FenceNotProvenError(
+                proc.process, waited_ms=waited_ms, alive=[proc.process], threads=1
+            )
+
+    def _check_routes(self, proc: Proc) -> None:
+        """Before an engine is fenced, no gateway may be told to send to it."""
+        if not isinstance(proc, FakeEngine) or self.is_stopping():
+            return
+        for worker in self.world.living():
+            for client in worker.connections:
+                table = client.last_routes
+                if client.machine is not self or table is None:
+                    continue
+                for route in table.groups:
+                    targets = (route.primary, route.batch)
+                    if any(t and t.instance == proc.instance for t in targets):
+                        self.world.judge.breach(
+                            f"{proc.unit} is fenced while {worker.unit} is told to route to it"
+                        )
+
+    async def connect(
+        self, path: Path, hello: Hello, *, timeout_s: float, on_event: OnEvent | None
+    ) -> tuple[ControlClient, msgspec.Raw]:
+        """See the port."""
+        self.check()
+        proc = self.world.sockets.get(str(path))
+        if proc is None:
+            raise FileNotFoundError(str(path))
+        if proc.is_reaped:
+            raise ConnectionRefusedError(str(path))
+        client = FakeClient(self, proc, on_event)
+        try:
+            raw, _ = await client.call("hello", hello, timeout_s=timeout_s)
+        except BaseException:
+            client.close()
+            raise
+        return client, raw
+
+    async def probe_health(self, path: Path, *, timeout_s: float) -> bool | None:
+        """See the port."""
+        self.check()
+        instance = path.name.removesuffix(".http")
+        proc = next((p for p in self.world.living() if p.instance == instance), None)
+        if not isinstance(proc, FakeEngine) or proc.state is not ProcState.RUNNING:
+            await asyncio.sleep(timeout_s)
+            return None
+        took_s = proc.between(0.001, 0.004)
+        await asyncio.sleep(min(took_s, timeout_s))
+        return None if took_s > timeout_s else not proc.is_unhealthy
+
+    def cpu(self, pid: int) -> CpuLook:
+        """See the port."""
+        proc = next(p for p in reversed(self.world.procs.values()) if p.process.pid == pid)
+        assert isinstance(proc, FakeEngine)
+        return proc.look()
+
+    async def left_behind(self, state_id: str) -> list[LeftBehind]:
+        """See the port."""
+        self.check()
+        return [
+            LeftBehind(p.process, p.instance, p.state is ProcState.STOPPED)
+            for p in self.world.living()
+        ]
+
+    def signal(self, process: ProcessId, sig: Signals) -> bool:
+        """See the port."""
+        self.check()
+        proc = self.world.procs[process]
+        if proc.is_reaped:
+            return False
+        if proc.state in (ProcState.RUNNING, ProcState.STOPPED):
+            expected = (
+                bool(proc.is_blemished)
+                or self.is_stopping()
+                or proc.unit in self.world.judge.operator_touched
+            )
+            self.world.judge.signalled(proc, sig.name, expected=expected)
+        if sig is SIGSTOP:
+            proc.stop()
+        elif sig is SIGCONT:
+            proc.wake()
+        elif sig in (SIGKILL, SIGTERM):
+            proc.kill()
+        return True
+
+    def reap_orphans(self, owned_pids: set[int]) -> None:
+        """See the port."""
+        self.check()

@@ -1,0 +1,218 @@
+"""Runs a schedule from the first start to the last check, and says what was wrong."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from supervisor.core.states import EngineState
+from tests.sim.clock import SimLoop, VirtualTime
+from tests.sim.driver import Keeper, Life, Objections
+from tests.sim.fakes import FakeCache, FakeGateway
+from tests.sim.schedule import LAST_FAULT_S, Applier, Schedule
+from tests.sim.world import ProcState, World
+
+__all__ = ["Outcome", "simulate"]
+
+_S = EngineState
+SETTLE_S: Final = 150.0
+"""Bound of recovery after the last fault: deadlines of a start (20 s + 20 s), of a canary, back-off."""
+
+_STEP_S: Final = 0.5
+_STOP_S: Final = 60.0
+_LASTING: Final = frozenset({"Life._run", "_every", "SupervisorRuntime._keep_house"})
+_RESTING: Final = frozenset({_S.PRIMARY, _S.STANDBY, _S.BATCH, _S.FROZEN, _S.EVICTED, _S.FATAL})
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one run was like."""
+
+    schedule: Schedule
+    violations: tuple[str, ...]
+    history: tuple[str, ...]
+    virtual_s: float
+    promotions: int
+
+
+def simulate(schedule: Schedule) -> Outcome:
+    """Run it. The same schedule gives the same outcome."""
+    clock = VirtualTime()
+    world = World(schedule.seed, clock)
+    loop = SimLoop(clock)
+    loop.set_task_factory(_owned_task)
+    objections = Objections(world)
+    logger = logging.getLogger("supervisor")
+    before = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [objections], False
+    try:
+        loop.set_exception_handler(lambda _, what: world.judge.breach(f"unhandled: {what}"))
+        loop.run_until_complete(_run(world, loop, schedule))
+    finally:
+        logger.handlers, logger.propagate = before
+        loop.close()
+        world.close()
+    judge = world.judge
+    return Outcome(
+        schedule, tuple(dict.fromkeys(judge.violations)), tuple(judge.sentences()),
+        clock.elapsed_s, judge.promotions,
+    )  # fmt: skip
+
+
+def _owned_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+    """Every task belongs to the supervisor in whose context it was made."""
+    from tests.sim.driver import LIFE
+
+    context = options.get("context")
+    task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
+    life = context.get(LIFE) if context is not None else LIFE.get()
+    if life is not None:
+        life.tasks.add(task)
+    return task
+
+
+async def _run(world: World, loop: SimLoop, schedule: Schedule) -> None:
+    keeper = Keeper(world, loop, schedule.shape)
+    applier = Applier(world, keeper)
+    for step in schedule.steps:
+        world.clock.after(step.at_s, lambda step=step: applier.apply(step))  # type: ignore[misc]
+    last_s = max((s.at_s for s in schedule.steps), default=0.0)
+    await asyncio.sleep(min(last_s, LAST_FAULT_S) + 1.5)
+    await _a_supervisor(keeper)
+    applier.heal(wakes=schedule.heals)
+    missing = await _settle(world, keeper)
+    if missing:
+        world.judge.breach(f"{SETTLE_S:g} s after the last fault: " + "; ".join(missing))
+    await _check_quiet(world, keeper)
+    await _stop(world, keeper)
+
+
+async def _a_supervisor(keeper: Keeper) -> None:
+    """The next one, when one has just been killed."""
+    for _ in range(100):
+        if not keeper.life.is_gone and not keeper.life.task.done():
+            return
+        await asyncio.sleep(0.1)
+
+
+async def _settle(world: World, keeper: Keeper) -> list[str]:
+    """Wait until everything is whole again, and stays so for a moment; else say what is not."""
+    deadline = world.clock.monotonic() + SETTLE_S
+    whole = 0
+    missing: list[str] = []
+    while world.clock.monotonic() < deadline:
+        await asyncio.sleep(_STEP_S)
+        missing = list(_missing(world, keeper.life))
+        whole = 0 if missing else whole + 1
+        if whole >= 3:
+            return []
+    return missing or ["it does not come to rest"]
+
+
+def _missing(world: World, life: Life) -> Iterator[str]:
+    """What is not as it should be, as sentences."""
+    group, runtime = life.group, life.runtime
+    if life.is_gone or not runtime.is_ready:
+        yield "the supervisor is not ready"
+    if life.operations:
+        yield f"operations have not ended: {', '.join(sorted(life.operations.values()))}"
+    if group.lock.locked() or group._chores:
+        yield f"under way: {sorted(group._chores)}"
+    states = {e.name: e.state for e in group.engines}
+    stuck = _S.UNKILLABLE in states.values()
+    for name, state in states.items():
+        if state not in _RESTING and state is not _S.UNKILLABLE:
+            yield f"{name} is {state}"
+    serving = [e for e in group.engines if not e.is_batch and states[e.name] in _RESTING]
+    is_lost = all(states[e.name] in (_S.FATAL, _S.EVICTED) for e in serving)
+    if group.primary is None and not (stuck or is_lost):
+        yield "there is no primary"
+    if _S.FATAL not in states.values() and not stuck and group.state != "redundant":
+        yield f"the group is {group.state}"
+    yield from _missing_helpers(world, life)
+
+
+def _missing_helpers(world: World, life: Life) -> Iterator[str]:
+    group = life.group
+    wanted = group.route()
+    for index in range(len(life.runtime.fleet.workers)):
+        worker = world.find(f"gateway-{index}")
+        if not isinstance(worker, FakeGateway) or worker.state is not ProcState.RUNNING:
+            yield f"gateway-{index} does not run"
+        elif worker.route() != wanted:
+            yield f"gateway-{index} has other routes: {worker.route()} not {wanted}"
+    zygote = world.find(group.zygote.name)
+    if not group.zygote.record.has_given_up and (
+        zygote is None or zygote.state is not ProcState.RUNNING or not group.zygote.is_ready
+    ):
+        yield "there is no zygote that works"
+    if group.cache is not None:
+        daemon = world.find(group.cache.name)
+        if not isinstance(daemon, FakeCache) or not daemon.is_serving:
+            yield "no cache daemon serves"
+        elif group.cache.held is None:
+            yield "the supervisor holds no memory"
+
+
+async def _check_quiet(world: World, keeper: Keeper) -> None:
+    """At rest: no stray process, no task beside the lasting ones, counters equal the events."""
+    life = keeper.life
+    owned = {u.instance for u in life.runtime.units() if u.handle is not None}
+    for proc in world.living():
+        if proc.instance not in owned and proc.evidence_delay_s is None:
+            world.judge.breach(f"{proc.unit}: nobody owns a process of it that lives")
+    for _ in range(10):
+        extra = sorted(_name(t) for t in life.tasks if not t.done() and _name(t) not in _LASTING)
+        if not [e for e in extra if e != "Unit._bury"]:
+            break
+        await asyncio.sleep(0.37)
+    else:
+        world.judge.breach(f"tasks that go on at rest: {', '.join(extra)}")
+    _check_counters(world, life)
+
+
+def _name(task: asyncio.Task[Any]) -> str:
+    work = task.get_coro()
+    return getattr(work, "__qualname__", str(work))
+
+
+def _check_counters(world: World, life: Life) -> None:
+    events = life.events.of_this_life()
+    world.judge.check_events(events, first_seq=life.events.first + 1)
+    kinds = [e["kind"] for e in events]
+    counts = life.metrics.counts
+    pairs = (
+        ("failover", "done", kinds.count("failover_completed")),
+        ("switchover", "done", kinds.count("switchover_completed")),
+        ("eviction", "done", kinds.count("evicted")),
+    )
+    for name, outcome, expected in pairs:
+        if counts[name, outcome] != expected:
+            world.judge.breach(
+                f"{expected} events of {name}, but a counter of {counts[name, outcome]}"
+            )
+
+
+async def _stop(world: World, keeper: Keeper) -> None:
+    """An orderly stop leaves nothing behind."""
+    life = keeper.life
+    keeper.is_closing = True
+    world.judge.is_paused = False
+    life.runtime.stop_requested.set()
+    done, _ = await asyncio.wait([life.task], timeout=_STOP_S)
+    if not done:
+        world.judge.breach(f"the stop takes longer than {_STOP_S:g} s")
+    elif (error := life.task.exception()) is not None:
+        world.judge.breach(f"the stop failed: {error!r}")
+    await asyncio.sleep(0)
+    for proc in world.living():
+        if proc.evidence_delay_s is None:
+            world.judge.breach(f"{proc.unit} outlives the stop")
+    left = sorted(_name(t) for t in life.tasks if not t.done())
+    if done and left:
+        world.judge.breach(f"tasks outlive the stop: {', '.join(left)}")
+    if (held := world.open_descriptors(life.machine)) and done:
+        world.judge.breach(f"descriptors leak: {sorted(m.kind for _, m in held)}")
+    life.kill()
+    await life.gone()

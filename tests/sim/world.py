@@ -1,0 +1,311 @@
+"""The world outside the supervisor: processes, sockets, descriptors, memory, and its history.
+
+A process here is what the kernel and the other end of a control socket would show: it runs, is
+stopped, is killed (evidence outstanding) or dead. What it does while it runs is in `fakes`.
+
+Every random draw comes from a generator of the process that it concerns (seed, unit, birth), so a
+schedule keeps most of its behaviour when the shrinker takes other events out of it.
+"""
+
+import os
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+from engines.contract import EngineSpec
+from supervisor.process import ProcessId, own_boot_id
+from tests.sim.clock import VirtualTime
+from tests.sim.invariants import Judge
+
+if TYPE_CHECKING:
+    from tests.sim.machine import FakeClient, FakeMachine, FakeWatch
+
+__all__ = ["Memory", "Proc", "ProcState", "Reply", "Trap", "World"]
+
+Reply = Callable[..., None]
+"""`reply(result=None, fds=(), error=None)`: the answer to one request."""
+
+
+class ProcState(Enum):
+    """What the kernel shows."""
+
+    RUNNING = auto()
+    STOPPED = auto()
+    KILLED = auto()  # condemned; some thread may still run
+    DEAD = auto()  # evidence is there
+
+
+@dataclass(eq=False, slots=True)
+class Memory:
+    """One piece of shared memory; lives as long as anybody holds it."""
+
+    kind: str  # weights | kv | page | socket
+    number: int
+    source_fd: int  # the simulation's own
+
+
+@dataclass(slots=True)
+class Trap:
+    """Do something when a verb reaches (`before`) or leaves (`after`) a process of that unit."""
+
+    verb: str
+    phase: str
+    unit: str  # empty: any
+    action: Callable[["Proc"], None]
+
+
+@dataclass(slots=True)
+class _Descriptor:
+    memory: Memory
+    inode: int
+    machine: "FakeMachine"
+
+
+class World:
+    """Everything that outlives a supervisor."""
+
+    def __init__(self, seed: int, clock: VirtualTime) -> None:
+        self.seed = seed
+        self.clock = clock
+        self.judge = Judge(clock)
+        self.procs: dict[ProcessId, Proc] = {}
+        self.sockets: dict[str, Proc] = {}
+        self.traps: list[Trap] = []
+        self.births: dict[str, int] = defaultdict(int)
+        self.doomed: dict[str, int] = defaultdict(int)  # unit -> instances that die while starting
+        self.failing_forks = 0
+        self.failing_loads = 0
+        self.has_load = True
+        self.pressure = 0
+        self.source_fd = os.memfd_create("sim")
+        self.machine: FakeMachine | None = None  # of the supervisor that lives now
+        self._descriptors: dict[int, _Descriptor] = {}
+        self._next_pid = 1000
+        self._next_memory = 0
+
+    # -------------------------------------------------------------- processes
+
+    def new_id(self) -> ProcessId:
+        """Pid and start time of the next process."""
+        self._next_pid += 1
+        return ProcessId(self._next_pid, self.clock.now_ns // 10_000_000, own_boot_id())
+
+    def living(self, unit: str = "") -> "list[Proc]":
+        """Processes without evidence of death, oldest first."""
+        return [
+            p
+            for p in self.procs.values()
+            if p.state is not ProcState.DEAD and unit in ("", p.unit)
+        ]
+
+    def find(self, unit: str) -> "Proc | None":
+        """The newest process of a unit that is not condemned."""
+        fit = [p for p in self.living(unit) if p.state is not ProcState.KILLED]
+        return fit[-1] if fit else None
+
+    def spring(self, phase: str, verb: str, proc: "Proc") -> None:
+        """A verb reaches or leaves a process: the first trap that fits acts, once."""
+        for trap in self.traps:
+            if (trap.verb, trap.phase) == (verb, phase) and trap.unit in ("", proc.unit):
+                self.traps.remove(trap)
+                trap.action(proc)
+                return
+
+    def new_engine(self, spec: EngineSpec, *, parent: "Proc | None") -> "Proc":
+        """An engine was forked, or started cold."""
+        from tests.sim.fakeengine import FakeEngine
+
+        return FakeEngine(self, spec, parent=parent)
+
+    def take_doom(self, proc: "Proc") -> bool:
+        """Whether this instance dies while it starts."""
+        if self.doomed[proc.unit] <= 0:
+            return False
+        self.doomed[proc.unit] -= 1
+        self.judge.note(f"{proc} crashes while it starts")
+        proc.is_blemished = "crashes at start"
+        proc.kill()
+        return True
+
+    # ------------------------------------------------------------ descriptors
+
+    def new_memory(self, kind: str, source_fd: int | None = None) -> Memory:
+        """Fresh memory."""
+        self._next_memory += 1
+        return Memory(kind, self._next_memory, self.source_fd if source_fd is None else source_fd)
+
+    def hand_out(self, memory: Memory, machine: "FakeMachine") -> int:
+        """A descriptor of this memory in the supervisor's own process."""
+        fd = os.dup(memory.source_fd)
+        self._descriptors[fd] = _Descriptor(memory, os.fstat(fd).st_ino, machine)
+        return fd
+
+    def memory_of(self, fd: int) -> Memory | None:
+        """What a descriptor of the supervisor holds."""
+        known = self._descriptors.get(fd)
+        return known.memory if known is not None and _is_open(fd, known.inode) else None
+
+    def open_descriptors(self, machine: "FakeMachine") -> list[tuple[int, Memory]]:
+        """Descriptors that a supervisor got and has not closed."""
+        return [
+            (fd, d.memory)
+            for fd, d in self._descriptors.items()
+            if d.machine is machine and _is_open(fd, d.inode)
+        ]
+
+    def check_load(self, cache: "Proc") -> None:
+        """The weights are read from disk: nobody may hold them at this moment."""
+        machine = self.machine
+        if machine is not None and any(
+            m.kind == "weights" for _, m in self.open_descriptors(machine)
+        ):
+            self.judge.breach(f"{cache.unit} loads what the supervisor still holds")
+
+    def close_descriptors(self, machine: "FakeMachine") -> None:
+        """The kernel closes what a dead supervisor held."""
+        for fd, _ in self.open_descriptors(machine):
+            os.close(fd)
+            del self._descriptors[fd]
+
+    def close(self) -> None:
+        """End of the simulation."""
+        os.close(self.source_fd)
+        for proc in self.procs.values():
+            proc.discard()
+
+
+def _is_open(fd: int, inode: int) -> bool:
+    try:
+        return os.fstat(fd).st_ino == inode
+    except OSError:
+        return False
+
+
+class Proc:
+    """One process. Subclasses answer verbs (`handle`)."""
+
+    kind = "process"
+    is_forked = False
+
+    def __init__(self, world: World, instance: str, *, parent: "Proc | None" = None) -> None:
+        self.world = world
+        self.process = world.new_id()
+        self.instance = instance
+        self.unit = instance.rpartition("-")[0]
+        self.parent = parent
+        self.state = ProcState.RUNNING
+        self.born_ns = world.clock.now_ns
+        self.died_ns: int | None = None
+        self.is_reaped = False
+        self.is_blemished = ""  # the fault that touched it: a supervisor may end it now
+        self.evidence_delay_s: float | None = None  # unkillable for so long
+        self.slow_s = 0.0
+        self.lose_answers = 0  # so many requests are read and never answered
+        self.connections: list[FakeClient] = []
+        self.watches: list[FakeWatch] = []
+        self.on_dead: list[Callable[[], None]] = []
+        self._deferred: list[Callable[[], None]] = []
+        world.births[self.unit] += 1
+        self.random = random.Random(f"{world.seed}:{self.unit}:{world.births[self.unit]}")
+        world.procs[self.process] = self
+        world.judge.born(self)
+
+    def __str__(self) -> str:
+        return self.instance
+
+    # ------------------------------------------------------------- what it does
+
+    def handle(self, verb: str, params: Any, memories: Sequence[Memory | None], reply: Reply) -> None:
+        """Answer one request of a supervisor."""
+        raise AssertionError(f"{self.unit} has no verb {verb}")
+
+    def hello(self) -> object:
+        """The answer to hello."""
+        raise AssertionError(f"{self.unit} cannot be connected to")
+
+    def notify(self, name: str, params: object) -> None:
+        """An event to every supervisor that is connected."""
+        for client in tuple(self.connections):
+            client.deliver_event(name, params)
+
+    def between(self, low_s: float, high_s: float) -> float:
+        """A random time, longer while the process is slow."""
+        return self.random.uniform(low_s, high_s) + self.slow_s
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Do something after a time, if it still runs then; a stopped process does it once woken."""
+        self.world.clock.after(delay_s, lambda: self.when_running(call))
+
+    def when_running(self, call: Callable[[], None]) -> None:
+        """Now, or when it is continued."""
+        if self.state is ProcState.RUNNING:
+            call()
+        elif self.state is ProcState.STOPPED:
+            self._deferred.append(call)
+
+    def listen(self, path: str) -> None:
+        """Bind the control socket."""
+        self.world.sockets[path] = self
+
+    # ------------------------------------------------------------------ signals
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        if self.state is ProcState.RUNNING:
+            self.state = ProcState.STOPPED
+            self._tell_watches()
+
+    def wake(self) -> None:
+        """SIGCONT."""
+        if self.state is ProcState.STOPPED:
+            self.state = ProcState.RUNNING
+            self._tell_watches()
+            deferred, self._deferred = self._deferred, []
+            for call in deferred:
+                self.when_running(call)
+
+    def _tell_watches(self) -> None:
+        for watch in tuple(self.watches):
+            watch.stop_changed()
+
+    def kill(self) -> None:
+        """SIGKILL, or death by itself: the evidence follows in a moment, memory and EOF later."""
+        if self.state in (ProcState.KILLED, ProcState.DEAD):
+            return
+        self.state = ProcState.KILLED
+        if self.evidence_delay_s is None:
+            self.world.clock.after(self.random.uniform(0.0003, 0.0015), self.end)
+        elif self.evidence_delay_s >= 0:
+            self.world.clock.after(self.evidence_delay_s, self.end)
+
+    def end(self) -> None:
+        """Every thread carries its exit flag now."""
+        if self.state is ProcState.DEAD:
+            return
+        self.state = ProcState.DEAD
+        self.died_ns = self.world.clock.now_ns
+        self.world.judge.ended(self)
+        for watch in tuple(self.watches):
+            watch.dead()
+        callbacks, self.on_dead = self.on_dead, []
+        for callback in callbacks:
+            callback()
+        self.world.clock.after(self.random.uniform(0.005, 0.4), self._tear_down)
+
+    def _tear_down(self) -> None:
+        """The kernel has freed everything: end of file on sockets, the parent reaps."""
+        self.is_reaped = True
+        self.discard()
+        for client in tuple(self.connections):
+            client.lost()
+        if isinstance(self.parent, Proc):
+            self.parent.child_reaped(self)
+
+    def child_reaped(self, child: "Proc") -> None:
+        """Hook of the zygote."""
+
+    def discard(self) -> None:
+        """Give back what the simulation itself holds for it."""
