@@ -9,7 +9,7 @@ Invariants
     2. A context is made only by `use_context`, never as a side effect: an owner of memory costs
        the card 4 MiB, a context hundreds.
 
-WARNING: nothing of CUDA survives a fork. A process that is going to fork engines calls nothing here.
+WARNING: nothing of CUDA survives a fork: a process that will fork engines calls nothing here.
 """
 
 from functools import lru_cache
@@ -20,6 +20,7 @@ from cache.errors import BackendNotBuiltError, CudaBindingsMissingError, CudaErr
 __all__ = [
     "OUT_OF_MEMORY",
     "STICKY_ERRORS",
+    "Untyped",
     "allocation_properties",
     "bindings",
     "call",
@@ -32,6 +33,9 @@ __all__ = [
     "use_context",
 ]
 
+Untyped = Any
+"""An object of the bindings, which carry no types."""
+
 OUT_OF_MEMORY: Final = "CUDA_ERROR_OUT_OF_MEMORY"
 
 STICKY_ERRORS: Final = frozenset(
@@ -39,8 +43,8 @@ STICKY_ERRORS: Final = frozenset(
     for name in (
         "ASSERT", "CONTEXT_IS_DESTROYED", "ECC_UNCORRECTABLE", "EXTERNAL_DEVICE",
         "HARDWARE_STACK_ERROR", "ILLEGAL_ADDRESS", "ILLEGAL_INSTRUCTION", "INVALID_ADDRESS_SPACE",
-        "INVALID_PC", "LAUNCH_FAILED", "LAUNCH_TIMEOUT", "MISALIGNED_ADDRESS", "NVLINK_UNCORRECTABLE",
-        "UNKNOWN",
+        "INVALID_PC", "LAUNCH_FAILED", "LAUNCH_TIMEOUT", "MISALIGNED_ADDRESS",
+        "NVLINK_UNCORRECTABLE", "UNKNOWN",
     )
 )  # fmt: skip
 """Errors that a context never recovers from: the process must be replaced."""
@@ -59,7 +63,7 @@ _HINTS: Final = {
 
 
 @lru_cache(maxsize=1)
-def bindings() -> Any:
+def bindings() -> Untyped:
     """The module `cuda.bindings.driver`.
 
     Raises:
@@ -72,7 +76,7 @@ def bindings() -> Any:
     return driver
 
 
-def call(name: str, *arguments: Any) -> Any:
+def call(name: str, *arguments: Untyped) -> Untyped:
     """Call one function of the driver; its result, a tuple of several, or None.
 
     Raises:
@@ -135,17 +139,17 @@ def use_context(ordinal: int) -> None:
 
 
 @lru_cache(maxsize=64)
-def _primary_context(ordinal: int) -> Any:
+def _primary_context(ordinal: int) -> Untyped:
     """Retained for the life of the process, as torch does it."""
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal))
 
 
-def fd_handle_type() -> Any:
+def fd_handle_type() -> Untyped:
     """The handle type of memory that travels as a file descriptor."""
     return bindings().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
-def allocation_properties(ordinal: int, *, shareable: bool = True) -> Any:
+def allocation_properties(ordinal: int, *, shareable: bool = True) -> Untyped:
     """Properties of memory on the device; `shareable` memory can be exported as a descriptor."""
     driver = bindings()
     properties = driver.CUmemAllocationProp()
@@ -165,11 +169,11 @@ def granularity(ordinal: int) -> int:
     return int(call("cuMemGetAllocationGranularity", properties, flag))
 
 
-def _error(driver: Any, name: str, status: Any) -> CudaError:
+def _error(driver: Untyped, name: str, status: Untyped) -> CudaError:
     found, text = driver.cuGetErrorName(status), driver.cuGetErrorString(status)
     error = _text(found[1]) or f"CUDA_ERROR_{int(status)}"
     return CudaError(name, error, _text(text[1]), hint=_HINTS.get(error, ""))
 
 
-def _text(value: Any) -> str:
+def _text(value: Untyped) -> str:
     return value.decode() if isinstance(value, bytes) else str(value or "")

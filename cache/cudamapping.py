@@ -19,9 +19,10 @@ when it is mapped.
 import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from cache.cudadriver import (
+    Untyped,
     allocation_properties,
     bindings,
     call,
@@ -95,7 +96,7 @@ class CudaMapping:
             self._set_access(position, self.tail_bytes, writable=True)
             call("cuMemsetD8", position, 0, self.tail_bytes)
 
-    def _map_piece(self, address: int, size_bytes: int, handle: Any) -> None:
+    def _map_piece(self, address: int, size_bytes: int, handle: Untyped) -> None:
         """Map one allocation; our handle goes, the mapping keeps the memory."""
         try:
             call("cuMemMap", address, size_bytes, 0, handle, 0)
@@ -173,7 +174,9 @@ class CudaMapping:
         if not self._is_open:
             return
         self._is_open = False
-        with suppress(CacheError):  # after a sticky error the driver refuses; the memory goes with us
+        with suppress(
+            CacheError
+        ):  # after a sticky error the driver refuses; the memory goes with us
             use_context(self._ordinal)
             while self._laid:
                 call("cuMemUnmap", *self._laid.pop())

@@ -374,6 +374,7 @@ class CacheService:
         if holders := self.held.holders():
             raise CacheInUseError("nothing can be dropped", holders)
         await self.loads.cancel()
+        await asyncio.sleep(0)  # clients that waited for the load see its error before it is gone
         self.held.release_weights()
         self.held.release_kv()
         self.held.changed()
