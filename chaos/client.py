@@ -144,10 +144,16 @@ class OperationView(msgspec.Struct, frozen=True):
     text: str = ""
 
 
+class OperationReply(msgspec.Struct, frozen=True):
+    """Answer to a command."""
+
+    operation: OperationView
+
+
 class HistoryView(msgspec.Struct, frozen=True):
     """Recent operations, oldest first."""
 
-    history: list[OperationView]
+    operations: list[OperationView]
 
 
 class AdminRequestError(UnderstudyError):
@@ -230,7 +236,7 @@ class AdminClient:
         """
         target = f"{path}?dry_run=true" if dry_run else path
         answer = self._checked("POST", target, body, timeout_s=timeout_s)
-        return msgspec.convert(answer, OperationView)
+        return msgspec.convert(answer, OperationReply).operation
 
     def status(self, *, timeout_s: float = 10.0) -> StatusView:
         """The system as the supervisor sees it now."""
@@ -238,7 +244,7 @@ class AdminClient:
 
     def history(self) -> list[OperationView]:
         """Recent operations, oldest first."""
-        return msgspec.convert(self.get("/v1/history"), HistoryView).history
+        return msgspec.convert(self.get("/v1/history"), HistoryView).operations
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample, or the sum of those that match the labels; 0 when absent."""
