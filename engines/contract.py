@@ -56,6 +56,7 @@ __all__ = [
     "Children",
     "Delta",
     "Descriptors",
+    "DeviceMemory",
     "End",
     "EngineFrame",
     "EngineSpec",
@@ -107,6 +108,14 @@ class EngineSpec(msgspec.Struct, frozen=True):
     max_unsent_tokens: int = 512  # per stream; above it the row pauses until the gateway reads
 
 
+class DeviceMemory(msgspec.Struct, frozen=True):
+    """GPU memory as one engine sees it. Weights and KV arena are the cache daemon's to report."""
+
+    reserved_bytes: int  # this process: private KV, buffers and graphs; not the bare context
+    free_bytes: int  # of the whole GPU
+    total_bytes: int
+
+
 class EngineStatus(msgspec.Struct, frozen=True):
     """An engine as it sees itself."""
 
@@ -125,10 +134,16 @@ class EngineStatus(msgspec.Struct, frozen=True):
     start_ms: float | None = None
     cache_registered: bool = False
     error: str = ""
+    device_memory: DeviceMemory | None = None  # None on the CPU, and before `ready`
 
 
 class Assume(msgspec.Struct, frozen=True):
     """Take this role. An epoch lower than the engine's own is refused (`stale_epoch`).
+
+    The predecessor must be fenced. On a GPU that is not all: what it had queued may still run and
+    write until the kernel has taken its context down. Adopted streams go on meanwhile (the same
+    bits land at the same places), but no slot is given to another request before the writer named
+    in the slot table has been reaped. The engine sees to that itself; nobody needs to tell it.
 
     standby -> primary: raise the KV mapping, read the slot table, adopt. primary -> standby: stop
     at a step boundary, commit, drop the mapping to read-only, end streams without freeing slots.

@@ -4,8 +4,8 @@ Registered under `NAME`; the model code of the library stays as it is. Everythin
 (where to write, what to attend to, the mask) is built once before the step and travels to the
 layers as a keyword argument, so a layer does two writes and one attention call.
 
-WARNING: bits depend on the kernel. `scaled_dot_product_attention` on the CPU is proven at start
-(`selfcheck`) for one thread; changing the call, the mask's dtype or the layout needs that proof.
+WARNING: bits depend on the kernel. `scaled_dot_product_attention` is proven at start (`selfcheck`),
+on the CPU for one thread; changing the call, the mask's dtype or the layout needs that proof.
 """
 
 from dataclasses import dataclass
@@ -28,8 +28,7 @@ class StepInputs:
 
     kv: KvMemoryView
     rows: torch.Tensor  # [layers, 2, written rows]
-    first_slot: int
-    slots: int  # attended: all of them in decode, one in prefill
+    slot: int | torch.Tensor | None  # attended: None for all (decode), one in prefill
     attended_tokens: int
     mask: torch.Tensor  # [slots or 1, 1, queries, attended_tokens]: 0 or -inf
 
@@ -52,8 +51,11 @@ def slot_attention(  # noqa: PLR0917 - the library calls it by position
     flat, head_dim = step.kv.flat, key.shape[-1]
     flat.index_copy_(0, step.rows[layer, 0], key.reshape(-1, head_dim))
     flat.index_copy_(0, step.rows[layer, 1], value.reshape(-1, head_dim))
-    memory = step.kv.slots[layer].narrow(1, step.first_slot, step.slots)
-    memory = memory.narrow(3, 0, step.attended_tokens)
+    memory = step.kv.slots[layer].narrow(3, 0, step.attended_tokens)
+    if isinstance(step.slot, int):
+        memory = memory.narrow(1, step.slot, 1)
+    elif step.slot is not None:  # an input of a graph: costs a copy of what one slot holds
+        memory = memory.index_select(1, step.slot)
     out = F.scaled_dot_product_attention(
         query, memory[0], memory[1], attn_mask=step.mask, scale=scaling, enable_gqa=True
     )

@@ -17,7 +17,6 @@ from cache.errors import SlotTableError
 from cache.slots import SlotState
 from engines.native.commands import Submit
 from engines.native.memory import ServingMemory
-from engines.native.model import CHUNK_TOKENS
 from engines.native.rows import Row, RowState
 from engines.native.streams import StreamPort
 from engines.native.text import Decoding
@@ -47,8 +46,15 @@ class SlotKeeper:
 
     @property
     def free_slots(self) -> int:
-        """Slots without a row."""
+        """Slots that may be begun now; none while a predecessor's device may still write."""
+        if not self._memory.is_settled():
+            return 0
         return self._geometry.slots - len(self._rows)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nobody but us writes to the memory any more."""
+        return self._memory.is_settled()
 
     def in_state(self, state: RowState) -> list[Row]:
         """Rows in one state, oldest first."""
@@ -88,7 +94,11 @@ class SlotKeeper:
         self._clean.discard(slot)
         request = submit.request
         self._memory.table.begin(
-            slot, request.request_id, request.prompt_ids, request.params.encode(), CHUNK_TOKENS
+            slot,
+            request.request_id,
+            request.prompt_ids,
+            request.params.encode(),
+            self._memory.kv.chunk_tokens,
         )
         self._rows[slot] = Row.of_request(slot, request, submit.port, self._decoding)
         return was_clean

@@ -9,29 +9,20 @@ Invariants
     2. Tail rows of one step are distinct: what they hold never depends on the order of writes.
     3. Reading is by slot and attended length; nobody reads the tail.
 
-WARNING: the shared part may be mapped read-only. Torch does not know: a write there is SIGSEGV.
+WARNING: the shared part may be mapped read-only. Torch does not know: a write there is SIGSEGV,
+or on CUDA an illegal access that costs the process its context.
 """
 
-import ctypes
 from typing import Final
 
 import torch
 
 from cache.protocol import KvGeometry, dtype_bytes
+from engines.native.device import HOST, Device
 
-__all__ = ["KvMemoryView", "tail_bytes_for", "tensor_at"]
+__all__ = ["KvMemoryView", "tail_bytes_for"]
 
 _PAGE_BYTES: Final = 4096
-
-
-def tensor_at(address: int, size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """A one-dimensional tensor over memory that outlives it; the caller sees to that.
-
-    A ctypes array is a writable buffer to Python, so that torch does not warn about read-only
-    memory; whether a write is legal is the mapping's business.
-    """
-    memory = (ctypes.c_char * size_bytes).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype)
 
 
 def _row_bytes(geometry: KvGeometry) -> int:
@@ -63,8 +54,10 @@ class KvMemoryView:
     ) -> None:
         """Use `of_mapping` or `private`; `flat` is `[rows, head_dim]`, contiguous."""
         g = geometry
+        device = flat.device
         self.geometry = g
         self.flat = flat
+        self.chunk_tokens = chunk_tokens
         per_part = g.slots * g.kv_heads * g.max_length
         layer_rows = 0 if layers_share_rows else 2 * per_part
         strides_rows = (layer_rows, per_part, g.kv_heads * g.max_length, g.max_length, 1)
@@ -74,33 +67,39 @@ class KvMemoryView:
             (*(rows * g.head_dim for rows in strides_rows), 1),
         )
         """`[layers, 2, slots, kv_heads, max_length, head_dim]`"""
-        layer = torch.arange(g.layers)[:, None, None, None] * layer_rows
-        part = torch.arange(2)[None, :, None, None] * per_part
-        head = (
-            torch.arange(g.slots)[:, None] * g.kv_heads + torch.arange(g.kv_heads)
-        ) * g.max_length
+        layer = torch.arange(g.layers, device=device)[:, None, None, None] * layer_rows
+        part = torch.arange(2, device=device)[None, :, None, None] * per_part
+        slot = torch.arange(g.slots, device=device)[:, None]
+        head = (slot * g.kv_heads + torch.arange(g.kv_heads, device=device)) * g.max_length
         self._first_row = layer + part + head  # of position 0: [layers, 2, slots, kv_heads]
-        tail = tail_row + torch.arange(_tail_rows(g, chunk_tokens))
+        tail = tail_row + torch.arange(_tail_rows(g, chunk_tokens), device=device)
         self._decode_tail = tail[: 2 * g.slots * g.kv_heads].view(1, 2, g.slots, g.kv_heads)
         self._chunk_tail = tail[: 2 * chunk_tokens * g.kv_heads].view(
             1, 2, g.kv_heads, chunk_tokens
         )
-        self._chunk_offsets = torch.arange(chunk_tokens)
+        self._chunk_offsets = torch.arange(chunk_tokens, device=device)
 
     @classmethod
     def of_mapping(
-        cls, geometry: KvGeometry, address: int, *, shared_bytes: int, tail_bytes: int, chunk: int
+        cls,
+        geometry: KvGeometry,
+        address: int,
+        *,
+        shared_bytes: int,
+        tail_bytes: int,
+        device: Device = HOST,
     ) -> "KvMemoryView":
         """Over a mapping: `shared_bytes` of arena (whole pages), then `tail_bytes` of tail."""
         row_bytes = _row_bytes(geometry)
         rows = (shared_bytes + tail_bytes) // row_bytes
         dtype = getattr(torch, geometry.dtype)
-        flat = tensor_at(address, rows * row_bytes, dtype).view(rows, geometry.head_dim)
-        return cls(geometry, flat, tail_row=-(-shared_bytes // row_bytes), chunk_tokens=chunk)
+        flat = device.tensor_at(address, rows * row_bytes, dtype).view(rows, geometry.head_dim)
+        tail_row = -(-shared_bytes // row_bytes)
+        return cls(geometry, flat, tail_row=tail_row, chunk_tokens=device.chunk_tokens)
 
     @classmethod
     def private(
-        cls, geometry: KvGeometry, *, chunk: int, layers_share_rows: bool = False
+        cls, geometry: KvGeometry, *, device: Device = HOST, layers_share_rows: bool = False
     ) -> "KvMemoryView":
         """Over zero-filled memory of this process's own.
 
@@ -109,13 +108,14 @@ class KvMemoryView:
         """
         shared = 2 * geometry.slots * geometry.kv_heads * geometry.max_length
         shared *= 1 if layers_share_rows else geometry.layers
-        rows = shared + _tail_rows(geometry, chunk)
-        flat = torch.zeros(rows, geometry.head_dim, dtype=getattr(torch, geometry.dtype))
+        rows = shared + _tail_rows(geometry, device.chunk_tokens)
+        dtype = getattr(torch, geometry.dtype)
+        flat = torch.zeros(rows, geometry.head_dim, dtype=dtype, device=device.torch_device)
         return cls(
             geometry,
             flat,
             tail_row=shared,
-            chunk_tokens=chunk,
+            chunk_tokens=device.chunk_tokens,
             layers_share_rows=layers_share_rows,
         )
 
@@ -125,9 +125,18 @@ class KvMemoryView:
         rows = torch.where(is_active[None, None, :, None], rows, self._decode_tail)
         return rows.view(self.geometry.layers, 2, -1)
 
-    def chunk_rows(self, slot: int, start: int, tokens: int) -> torch.Tensor:
-        """Where a prefill chunk writes, padding to the tail: `[layers, 2, kv_heads * chunk]`."""
-        rows = self._first_row[:, :, slot, :, None] + (start + self._chunk_offsets)
+    def chunk_rows(
+        self, slot: int | torch.Tensor, start: int | torch.Tensor, tokens: int | torch.Tensor
+    ) -> torch.Tensor:
+        """Where a prefill chunk writes, padding to the tail: `[layers, 2, kv_heads * chunk]`.
+
+        In a graph all three are tensors; `slot` then has one dimension.
+        """
+        if isinstance(slot, torch.Tensor):
+            first = self._first_row.index_select(2, slot).squeeze(2)
+        else:
+            first = self._first_row[:, :, slot]
+        rows = first[..., None] + (start + self._chunk_offsets)
         rows = torch.where(self._chunk_offsets < tokens, rows, self._chunk_tail)
         return rows.view(self.geometry.layers, 2, -1)
 

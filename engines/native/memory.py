@@ -1,8 +1,8 @@
 """The memory an engine serves from: KV and slot table, shared with its peer or its own.
 
-Shared memory starts read-only. `raise_to_writer` is the heart of a promotion: two `mprotect`
-calls and a claim of the table, no daemon and no disk. Private memory (batch engines, cache mode
-`off`) is always writable and dies with the process.
+Shared memory starts read-only. `raise_to_writer` is the heart of a promotion: two changes of
+protection and a claim of the table, no daemon and no disk. Private memory (batch engines, cache
+mode `off`) is always writable and dies with the process.
 """
 
 import ctypes
@@ -11,11 +11,14 @@ import mmap
 import os
 from typing import Final, Protocol
 
+from cache.arena import backend_for
 from cache.mapping import Mapping
 from cache.protocol import KvGeometry, KvOpened
 from cache.slots import SlotTable
 from engines.contract import ProgressPage
+from engines.native.device import HOST, Device
 from engines.native.kv import KvMemoryView, tail_bytes_for
+from engines.native.predecessor import FencedWriter, own_identity
 
 __all__ = ["Ballast", "PrivateMemory", "ServingMemory", "SharedMemory", "progress_file"]
 
@@ -39,6 +42,9 @@ class ServingMemory(Protocol):
     def drop_to_reader(self) -> None:
         """Give the right to write away; the next write would be SIGSEGV."""
 
+    def is_settled(self) -> bool:
+        """Whether nobody but us can still write: only then slots may be used anew."""
+
 
 class SharedMemory:
     """The serving pair's KV arena and slot table, mapped for the life of the process."""
@@ -46,43 +52,63 @@ class SharedMemory:
     is_shared = True
 
     def __init__(
-        self, opened: KvOpened, kv_fds: list[int], table_fd: int, *, chunk_tokens: int
+        self, opened: KvOpened, kv_fds: list[int], table_fd: int, *, device: Device = HOST
     ) -> None:
         geometry = opened.geometry
-        tail_bytes = tail_bytes_for(geometry, chunk_tokens)
-        self._kv_mapping = Mapping(kv_fds, opened.extent_bytes, tail_bytes=tail_bytes)
+        shared_bytes = sum(opened.extent_bytes)
+        self._device = device
+        self._kv_mapping = backend_for(device.name).map(
+            kv_fds,
+            opened.extent_bytes,
+            tail_bytes=tail_bytes_for(geometry, device.chunk_tokens),
+        )
+        # The table is host memory whatever the device: gateways' ids, not the model's numbers.
         self._table_mapping = Mapping([table_fd], [opened.table_bytes])
         self.kv = KvMemoryView.of_mapping(
             geometry,
             self._kv_mapping.address,
-            shared_bytes=self._kv_mapping.shared_bytes,
-            tail_bytes=self._kv_mapping.tail_bytes,
-            chunk=chunk_tokens,
+            shared_bytes=shared_bytes,
+            tail_bytes=self._kv_mapping.size_bytes - shared_bytes,
+            device=device,
         )
         self.table = SlotTable(self._table_mapping.view())
         self.is_writer = False
+        self._predecessor: FencedWriter | None = None
 
     def raise_to_writer(self, epoch: int) -> None:
         """See `ServingMemory`."""
         self._table_mapping.protect(writable=True)
-        self.table.claim(epoch)
+        before = self.table.writer
+        self.table.claim(epoch, own_identity())
+        if self._device.is_cuda:  # on the host the fence is enough: nothing works in background
+            self._predecessor = FencedWriter.of(before)
         self._kv_mapping.protect(writable=True)
         self.is_writer = True
 
     def drop_to_reader(self) -> None:
         """See `ServingMemory`."""
+        if not self.is_writer:
+            return  # mapped read-only from the start
+        self._device.synchronize()
+        self.table.resign()
         self._kv_mapping.protect(writable=False)
         self._table_mapping.protect(writable=False)
         self.is_writer = False
 
+    def is_settled(self) -> bool:
+        """See `ServingMemory`."""
+        if self._predecessor is not None and self._predecessor.is_gone():
+            self._predecessor = None
+        return self._predecessor is None
+
 
 class PrivateMemory:
-    """Anonymous memory of this process."""
+    """Memory of this process alone, on its device."""
 
     is_shared = False
 
-    def __init__(self, geometry: KvGeometry, *, chunk_tokens: int) -> None:
-        self.kv = KvMemoryView.private(geometry, chunk=chunk_tokens)
+    def __init__(self, geometry: KvGeometry, *, device: Device = HOST) -> None:
+        self.kv = KvMemoryView.private(geometry, device=device)
         size_bytes = SlotTable.size_bytes(geometry.slots, geometry.max_length)
         self._memory = mmap.mmap(-1, size_bytes)
         view = memoryview(self._memory)
@@ -96,6 +122,10 @@ class PrivateMemory:
 
     def drop_to_reader(self) -> None:
         """Nothing to drop."""
+
+    def is_settled(self) -> bool:
+        """Always: there was nobody before."""
+        return True
 
 
 class Ballast:

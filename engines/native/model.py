@@ -1,39 +1,49 @@
 """The model: `transformers` code, parameters in the weight arena, keys and values in slots.
 
-`decode` always runs all slots, one token each. `prefill` runs one slot, `CHUNK_TOKENS` tokens,
+`decode` always runs all slots, one token each. `prefill` runs one slot and one chunk of tokens,
 padded. These two shapes are the only ones that ever reach a matrix product, because bits of a
 row change with the shape (measured: `linear` differs between 1 and 16 rows).
 
+On a GPU both are captured as graphs, one for each attended length (`capture_next`): a few before
+the engine is ready, the others when it has nothing to do. What is not captured yet runs as a
+captured longer one, or eagerly; the bits are the same.
+
 Invariants
-    1. Nothing is left on `meta`: the constructor refuses, naming what it is.
-    2. Parameters are views of the arena, never copies; the arena is mapped read-only.
-    3. The attended length of a decode step comes from `lengths`, a set the self-check proved
+    1. The attended length of a decode step comes from `lengths`, a set the self-check proved
        bit-equal; that of a prefill chunk depends on the request's own position alone.
+    2. Everything a step reads from the host lies in two input buffers, uploaded before it.
 
 WARNING: one thread at a time, and only inside `torch.inference_mode`.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from cache.protocol import KvGeometry, Manifest
+from cache.protocol import KvGeometry
 from engines.native.attention import StepInputs
-from engines.native.errors import LeftOnMetaError, TensorMismatchError
+from engines.native.binding import bind
+from engines.native.device import HOST, Device, InputBuffer
+from engines.native.experts import ExpertsMode, experts_mode
+from engines.native.graphs import StepGraphs, StepKind
 from engines.native.kv import KvMemoryView
-from engines.native.skeleton import Skeleton, Untyped
+from engines.native.logits import DeviceChooser, DeviceLogits, HostLogits, Logits
+from engines.native.skeleton import Skeleton
 
-__all__ = ["CHUNK_TOKENS", "SlotModel", "attended_lengths", "tensors_of"]
-
-CHUNK_TOKENS: Final = 64
-"""Tokens of one prefill chunk. A longer chunk is a longer pause for the rows that decode."""
+__all__ = ["SlotModel", "attended_lengths"]
 
 _FIRST_LENGTH: Final = 128
+_HIDDEN_FROM_CUDNN: Final = -65504.0
+"""Added to the score of a token that a row must not see. cuDNN makes NaN from -infinity in some
+shapes; beside any real score this one gives a weight of exactly zero, too."""
+
+# Rows of the decode input buffer, and words behind the ids of the prefill one.
+_IDS, _POSITIONS, _ACTIVE = range(3)
+_START, _COUNT, _SLOT = range(3)
+_WORDS: Final = 3
 
 
 def attended_lengths(max_length: int) -> tuple[int, ...]:
@@ -48,63 +58,59 @@ def attended_lengths(max_length: int) -> tuple[int, ...]:
     return (*lengths, max_length)
 
 
-def tensors_of(manifest: Manifest, arena: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Tensors of a mapped arena (uint8, one dimension) by name, aliases included."""
-    found: dict[str, torch.Tensor] = {}
-    for entry in manifest.tensors:
-        if entry.alias_of is not None:
-            continue
-        part = arena[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
-        typed = part.view(getattr(torch, entry.dtype))
-        found[entry.name] = torch.as_strided(typed, entry.shape, entry.stride)
-    for entry in manifest.tensors:
-        if entry.alias_of is not None:
-            if entry.alias_of not in found:
-                raise TensorMismatchError(entry.name, f"alias of {entry.alias_of}, which is absent")
-            found[entry.name] = found[entry.alias_of]
-    return found
-
-
-@dataclass(slots=True)
-class _DecodeBuffers:
-    """Inputs of a decode step, written in place: numpy on our side, torch on the model's."""
-
-    ids: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    is_active: npt.NDArray[np.bool_]
-
-
 class SlotModel:
     """A model over slots. Built in the engine, from a skeleton and an arena."""
 
     def __init__(
-        self, skeleton: Skeleton, tensors: Mapping[str, torch.Tensor], geometry: KvGeometry
+        self,
+        skeleton: Skeleton,
+        tensors: Mapping[str, torch.Tensor],
+        geometry: KvGeometry,
+        device: Device = HOST,
     ) -> None:
         self.geometry = geometry
+        self.device = device
+        self.chunk_tokens = device.chunk_tokens
         self.lengths: tuple[int, ...] = (geometry.max_length,)
         self.vocabulary_size = int(skeleton.config.vocab_size)
+        self.decode_experts: ExpertsMode = "grouped" if device.is_cuda else "dense"
         self._model = skeleton.model
-        _bind(self._model, tensors)
-        _compute_rotary(self._model)
-        _check_nothing_on_meta(self._model)
+        bind(self._model, tensors, device.torch_device)
         slots = geometry.slots
-        self._buffers = _DecodeBuffers(
-            np.zeros(slots, np.int64), np.zeros(slots, np.int64), np.zeros(slots, np.bool_)
-        )
-        self._ids = torch.from_numpy(self._buffers.ids).view(slots, 1)
-        self._positions = torch.from_numpy(self._buffers.positions)
-        self._is_active = torch.from_numpy(self._buffers.is_active)
-        self._all_positions = torch.arange(geometry.max_length)
-        self._chunk_ids = torch.zeros(1, CHUNK_TOKENS, dtype=torch.int64)
-        self._chunk_offsets = torch.arange(CHUNK_TOKENS)
+        where = device.torch_device
+        self._inputs = InputBuffer(device, (_WORDS, slots))
+        self._chunk = InputBuffer(device, (self.chunk_tokens + _WORDS,))
+        self._all_positions = torch.arange(geometry.max_length, device=where)
+        self._chunk_offsets = torch.arange(self.chunk_tokens, device=where)
         dtype = getattr(torch, geometry.dtype)
-        self._zero = torch.zeros((), dtype=dtype)
-        self._minus_infinity = torch.full((), float("-inf"), dtype=dtype)
+        hidden = _HIDDEN_FROM_CUDNN if device.is_cuda else float("-inf")
+        self._zero = torch.zeros((), dtype=dtype, device=where)
+        self._hidden = torch.full((), hidden, dtype=dtype, device=where)
+        self._graphs: StepGraphs | None = None
+        if device.is_cuda:
+            self._graphs = StepGraphs(slots, self.vocabulary_size, where)
+            self._choosers = {
+                "decode": DeviceChooser(slots, self.vocabulary_size, where),
+                "prefill": DeviceChooser(1, self.vocabulary_size, where),
+            }
 
     @property
-    def inner(self) -> Untyped:
-        """The decoder stack below the head; the self-check shortens it for its time."""
-        return self._model.model
+    def has_experts(self) -> bool:
+        """Whether rows of a step share matrix products of a size that depends on routing."""
+        return bool(getattr(self._model.config, "num_experts", 0))
+
+    @contextmanager
+    def first_layers(self, count: int) -> Iterator[None]:
+        """Run only the first layers in this block: all have the same shapes, and it is quicker."""
+        inner = self._model.model
+        layers = inner.layers
+        inner.layers = layers[:count]
+        try:
+            yield
+        finally:
+            inner.layers = layers
+
+    # ------------------------------------------------------------------- steps
 
     def decode(
         self,
@@ -112,58 +118,138 @@ class SlotModel:
         tokens: Sequence[tuple[int, int, int]],
         *,
         attended_tokens: int | None = None,
-    ) -> npt.NDArray[np.float32]:
-        """One token for each (slot, token id, position); logits of all slots `[slots, vocab]`.
+    ) -> Logits:
+        """One token for each (slot, token id, position); logits of all slots.
 
         Rows of slots that are not named run too, write to the tail and mean nothing.
         `attended_tokens` overrides the choice of length (the self-check).
         """
-        buffers = self._buffers
-        buffers.ids.fill(0)
-        buffers.positions.fill(0)
-        buffers.is_active.fill(False)
+        inputs = self._inputs.host
+        inputs.fill(0)
         longest = 0
         for slot, token_id, position in tokens:
-            buffers.ids[slot] = token_id
-            buffers.positions[slot] = position
-            buffers.is_active[slot] = True
+            inputs[:, slot] = (token_id, position, 1)
             longest = max(longest, position)
-        attended = attended_tokens or self.lengths[bisect_left(self.lengths, longest + 1)]
-        visible = self._all_positions[:attended] <= self._positions[:, None]
+        self._inputs.upload()
+        attended = attended_tokens or self._length("decode", kv, self.lengths, longest + 1)
+        return self._run("decode", kv, attended, lambda: self._decode(kv, attended))
+
+    def prefill(self, kv: KvMemoryView, slot: int, ids: Sequence[int], *, start: int) -> Logits:
+        """At most `chunk_tokens` prompt tokens from position `start` on; logits of the last."""
+        count, chunk = len(ids), self.chunk_tokens
+        host = self._chunk.host
+        host[:count] = ids
+        host[count:chunk] = 0
+        host[chunk:] = (start, count, slot)
+        self._chunk.upload()
+        full = kv.geometry.max_length
+        if self.device.is_cuda:
+            lengths = attended_lengths(full)
+            attended = self._length("prefill", kv, lengths, min(start + chunk, full))
+        else:
+            attended = min(-(-(start + chunk) // _FIRST_LENGTH) * _FIRST_LENGTH, full)
+        return self._run("prefill", kv, attended, lambda: self._prefill(kv, attended))
+
+    def _length(self, kind: StepKind, kv: KvMemoryView, lengths: Sequence[int], needed: int) -> int:
+        """The shortest length that is long enough; of the captured ones, where there are any.
+
+        A prefill chunk takes no other length than its own: its bits are not proven for others.
+        """
+        shortest = lengths[bisect_left(lengths, needed)]
+        captured = self._graphs.lengths(kind, kv) if self._graphs is not None else []
+        if kind == "prefill" or not captured or captured[-1] < needed:
+            return shortest
+        return captured[bisect_left(captured, needed)]
+
+    def _run(
+        self, kind: StepKind, kv: KvMemoryView, attended: int, eager: Callable[[], torch.Tensor]
+    ) -> Logits:
+        if self._graphs is None:
+            return HostLogits(eager().numpy())
+        chooser = self._choosers[kind]
+        if self._graphs.has(kind, kv, attended):
+            logits, summary = self._graphs.replay(kind, kv, attended)
+            return DeviceLogits(logits, chooser, summary)
+        return DeviceLogits(eager(), chooser)
+
+    # ------------------------------------------------------------------ graphs
+
+    def wanted_graphs(self, kv: KvMemoryView) -> Iterator[tuple[StepKind, int]]:
+        """Steps worth capturing for the serving memory, the most useful first."""
+        full = kv.geometry.max_length
+        yield "decode", full
+        prefills = attended_lengths(full)
+        for length in self.lengths[-2::-1]:
+            yield "decode", length
+        for length in prefills:
+            yield "prefill", length
+
+    def capture_next(self, kv: KvMemoryView) -> bool:
+        """Capture one more step; False when there is none left. Takes some 100 ms."""
+        if self._graphs is None:
+            return False
+        wanted = self.wanted_graphs(kv)
+        return any(self.capture_once(kind, kv, length) for kind, length in wanted)
+
+    def capture_once(self, kind: StepKind, kv: KvMemoryView, attended: int) -> bool:
+        """Capture one step, with no row active; False when it is captured already."""
+        if self._graphs is None or self._graphs.has(kind, kv, attended):
+            return False
+        self._inputs.host.fill(0)
+        self._inputs.upload()
+        self._chunk.host.fill(0)
+        self._chunk.upload()
+
+        def step() -> torch.Tensor:
+            if kind == "decode":
+                return self._decode(kv, attended)
+            return self._prefill(kv, attended)
+
+        def rehearse() -> None:
+            with self.first_layers(1):
+                step()
+
+        is_first = not self._graphs.lengths(kind, kv)
+        rehearsal = step if is_first else rehearse
+        self._graphs.capture(kind, kv, attended, rehearse=rehearsal, step=step)
+        return True
+
+    # --------------------------------------------------------------- computing
+
+    def _mask(self, positions: torch.Tensor, attended: int) -> torch.Tensor:
+        """What each position may see: `[positions, attended]`, to be added to the scores."""
+        visible = self._all_positions[:attended] <= positions[:, None]
+        return torch.where(visible, self._zero, self._hidden)
+
+    def _decode(self, kv: KvMemoryView, attended: int) -> torch.Tensor:
+        ids, positions, active = self._inputs.tensor
         step = StepInputs(
             kv=kv,
-            rows=kv.decode_rows(self._positions, self._is_active),
-            first_slot=0,
-            slots=self.geometry.slots,
+            rows=kv.decode_rows(positions, active != 0),
+            slot=None,
             attended_tokens=attended,
-            mask=torch.where(visible, self._zero, self._minus_infinity)[:, None, None, :],
+            mask=self._mask(positions, attended)[:, None, None, :],
         )
-        out = self._forward(self._ids, self._positions[:, None], step)
-        return _to_numpy(out[:, 0])
+        with experts_mode(self.decode_experts):
+            return self._forward(ids[:, None], positions[:, None], step)[:, 0]
 
-    def prefill(
-        self, kv: KvMemoryView, slot: int, ids: Sequence[int], *, start: int
-    ) -> npt.NDArray[np.float32]:
-        """At most `CHUNK_TOKENS` prompt tokens from position `start` on; logits of the last."""
-        count = len(ids)
-        self._chunk_ids.zero_()
-        self._chunk_ids[0, :count] = torch.tensor(ids)
+    def _prefill(self, kv: KvMemoryView, attended: int) -> torch.Tensor:
+        chunk = self.chunk_tokens
+        ids, words = self._chunk.tensor[:chunk], self._chunk.tensor[chunk:]
+        start, count, slot = words[_START], words[_COUNT], words[_SLOT:]
         positions = start + self._chunk_offsets
-        last = kv.geometry.max_length - 1
-        attended = min(-(-(start + CHUNK_TOKENS) // _FIRST_LENGTH) * _FIRST_LENGTH, last + 1)
-        visible = self._all_positions[:attended] <= positions[:, None]
         step = StepInputs(
             kv=kv,
             rows=kv.chunk_rows(slot, start, count),
-            first_slot=slot,
-            slots=1,
+            slot=slot if self.device.is_cuda else int(slot),
             attended_tokens=attended,
-            mask=torch.where(visible, self._zero, self._minus_infinity)[None, None],
+            mask=self._mask(positions, attended)[None, None],
         )
         # Padding behind the last slot position would index the rotary table out of range.
-        positions = positions.clamp(max=last)[None]
-        out = self._forward(self._chunk_ids, positions, step, keep=torch.tensor([count - 1]))
-        return _to_numpy(out[0, 0])
+        positions = positions.clamp(max=kv.geometry.max_length - 1)[None]
+        last = (words[_COUNT : _COUNT + 1] - 1).clamp(min=0)
+        with experts_mode("grouped" if self.device.is_cuda else "dense"):
+            return self._forward(ids[None], positions, step, keep=last)[0]
 
     def _forward(
         self,
@@ -180,42 +266,4 @@ class SlotModel:
             logits_to_keep=keep,
             understudy_step=step,
         ).logits
-        return out
-
-
-def _to_numpy(logits: torch.Tensor) -> npt.NDArray[np.float32]:
-    found: npt.NDArray[np.float32] = logits.to(torch.float32).numpy()
-    return found
-
-
-def _bind(model: Untyped, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Replace each meta parameter and persistent buffer by its tensor of the arena."""
-    for name, wanted in list(model.state_dict(keep_vars=True).items()):
-        tensor = tensors.get(name)
-        if tensor is None:
-            continue  # named by the check for meta, together with the others
-        if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
-            raise TensorMismatchError(
-                name,
-                f"{tuple(tensor.shape)} {tensor.dtype} in the arena, "
-                f"{tuple(wanted.shape)} {wanted.dtype} in the model",
-            )
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        if leaf in module._parameters:
-            module._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
-        else:
-            module._buffers[leaf] = tensor
-
-
-def _compute_rotary(model: Untyped) -> None:
-    """Rotary tables are computed, not loaded: build that module again, on real memory."""
-    inner = model.model
-    inner.rotary_emb = type(inner.rotary_emb)(config=model.config)
-
-
-def _check_nothing_on_meta(model: Untyped) -> None:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    left = [name for name, tensor in named if tensor.is_meta]
-    if left:
-        raise LeftOnMetaError(left)
+        return out.to(torch.float32)

@@ -24,8 +24,6 @@ from concurrent.futures import Future  # noqa: TC003 - kept at run time for the 
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from engines.contract import Accepted, Assumed, CanaryResult, End, GenerateError, Role
@@ -43,12 +41,12 @@ from engines.native.commands import (
     Wake,
 )
 from engines.native.keeper import SlotKeeper
+from engines.native.logits import Choice
 from engines.native.memory import ServingMemory
 from engines.native.meter import Meter
-from engines.native.model import CHUNK_TOKENS, SlotModel
+from engines.native.model import SlotModel
 from engines.native.roles import RoleFacts, check_assume
 from engines.native.rows import FinishReason, Row, RowState, finish_reason
-from engines.native.sampling import sample
 from engines.native.streams import Outbox, StreamPort
 from engines.native.text import Decoding, StreamText
 from engines.native.waiting import WaitingRequests
@@ -63,6 +61,10 @@ Source = Literal["fresh", "slot", "replay"]
 _NOT_SERVING: Final = GenerateError(
     "not_serving", "this engine stopped serving", status=503, resumable=True
 )
+
+
+_SETTLE_POLL_S: Final = 0.005
+"""How often requests that wait for the end of a fenced predecessor look for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ class Scheduler:
         self._canaries: deque[tuple[RunCanary, Iterator[CanaryResult | None]]] = deque()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = False
+        self._may_capture = model.device.is_cuda
         self.role: Role = "none"  # read by the event loop, written here
         self.epoch = 0
 
@@ -130,7 +133,7 @@ class Scheduler:
     def _receive(self) -> None:
         """All commands that wait; sleeps when there is nothing else to do."""
         try:
-            if not self._has_work():
+            if not self._has_work() and not self._capture_one():
                 self._handle(self._inbox.get(timeout=self._idle_timeout_s()))
             while True:
                 self._handle(self._inbox.get_nowait())
@@ -159,6 +162,14 @@ class Scheduler:
             case Stop():
                 self._stop()
 
+    def _capture_one(self) -> bool:
+        """Nothing to do: capture one more graph, unless all are, or an order has just come."""
+        if not self._may_capture or not self._inbox.empty():
+            return False
+        kv = self._memory.kv
+        self._may_capture = self._canary.capture() or self._model.capture_next(kv)
+        return self._may_capture
+
     def _has_work(self) -> bool:
         return bool(
             self._canaries
@@ -169,7 +180,10 @@ class Scheduler:
 
     def _idle_timeout_s(self) -> float | None:
         deadline_s = self._keeper.next_deadline_s()
-        return None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        if self._waiting and not self._keeper.is_settled:
+            left_s = min(_SETTLE_POLL_S, _SETTLE_POLL_S if left_s is None else left_s)
+        return left_s
 
     def _stop(self) -> None:
         """Leave in order: slots stay for a successor, streams go on elsewhere."""
@@ -312,11 +326,14 @@ class Scheduler:
             return
         row = rows[0]
         self._meter.step_begins()
-        ids = row.prompt_ids[row.prefilled : row.prefilled + CHUNK_TOKENS]
+        ids = row.prompt_ids[row.prefilled : row.prefilled + self._model.chunk_tokens]
         logits = self._model.prefill(self._memory.kv, row.slot, ids, start=row.prefilled)
         row.prefilled += len(ids)
         if row.prefilled == len(row.prompt_ids):
-            self._advance(row, logits)
+            (token_id,) = logits.choose((_choice(row, 0),))
+            self._advance(row, token_id)
+        else:
+            self._model.device.synchronize()  # the next chunk's ids go where these are
         self._meter.step_ends(is_prefill=True)
         self._outbox.flush()
 
@@ -329,8 +346,9 @@ class Scheduler:
         logits = self._model.decode(
             self._memory.kv, [(r.slot, r.tokens[-1], r.next_position) for r in rows]
         )
-        for row in rows:
-            self._advance(row, logits[row.slot])
+        chosen = logits.choose([_choice(row, row.slot) for row in rows])
+        for row, token_id in zip(rows, chosen, strict=True):
+            self._advance(row, token_id)
         self._meter.step_ends(is_prefill=False)
         self._outbox.flush()
 
@@ -345,20 +363,12 @@ class Scheduler:
         port.wants_wake = True
         return port.unsent_tokens > bound  # looked at again: it may have drained in between
 
-    def _advance(self, row: Row, logits: npt.NDArray[np.float32]) -> None:
-        """Choose the next token, or repeat a delivered one; commit it, then send it."""
-        if not np.isfinite(logits).all():
+    def _advance(self, row: Row, token_id: int | None) -> None:
+        """Take the chosen token, or repeat a delivered one; commit it, then send it."""
+        if token_id is None:
             self._fail(row)
             return
-        params, count = row.params, len(row.tokens)
-        token_id = sample(
-            logits,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            seed=params.seed,
-            count=count,
-        )
+        count = len(row.tokens)
         counters = self._meter.counters
         if row.is_replaying:
             counters.replayed_tokens += 1
@@ -461,6 +471,14 @@ class Scheduler:
             queued=len(self._waiting),
             paused=sum(1 for row in decoding if self._is_paused(row)),
         )
+
+
+def _choice(row: Row, index: int) -> Choice:
+    """What decides the next token of a row whose logits are at `index`."""
+    params = row.params
+    return Choice(
+        index, params.temperature, params.top_k, params.top_p, params.seed, len(row.tokens)
+    )
 
 
 def _superseded() -> GenerateError:

@@ -14,16 +14,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cache.errors import UnsupportedModelError
 from cache.protocol import KvGeometry, LoadSpec
-from engines.native.attention import NAME, register
+from engines.native import attention, experts
 from engines.native.text import Decoding, decoding_for
+from engines.native.untyped import Untyped
 
 __all__ = ["FAMILIES", "Skeleton", "build_skeleton"]
 
-Untyped = Any
-"""An object of the library, which carries no useful types."""
+FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Decoders whose attention is plain causal attention over grouped heads."""
 
-FAMILIES: Final = ("llama", "qwen2", "qwen3")
-"""Dense decoders whose attention is plain causal attention over grouped heads."""
+_FP8: Final = "fp8_block"
+_FP8_BLOCK: Final = [128, 128]
 
 _FIXED_ROPE: Final = ("default", "linear", "llama3", "yarn")
 """Rotary tables that depend on the position alone. `dynamic` and `longrope` look at the length
@@ -76,13 +77,10 @@ def build_skeleton(load: LoadSpec) -> Skeleton:
     Raises:
         UnsupportedModelError: the engine cannot run this model, or not exactly.
     """
-    register()
-    if load.device != "cpu":
-        raise UnsupportedModelError(
-            f"device {load.device!r} is not served by this engine", hint="use devices: [cpu]"
-        )
+    attention.register()
+    experts.register()
     if load.tp_size != 1 or load.pp_size != 1:
-        raise UnsupportedModelError("a CPU engine runs the whole model: set tensor_parallel to 1")
+        raise UnsupportedModelError("one engine runs the whole model: set tensor_parallel to 1")
     path = load.model_path
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
@@ -97,11 +95,16 @@ def build_skeleton(load: LoadSpec) -> Skeleton:
         raise UnsupportedModelError(f"cannot read the tokenizer of {path}: {error}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UnsupportedModelError(f"{path} has no tokenizer.json", hint="convert its tokenizer")
+    # The arena says what is quantised and `binding` puts the layers in: the library's own
+    # quantiser must not look at it.
+    config.__dict__.pop("quantization_config", None)
+    if getattr(config, "num_experts", 0):
+        config._experts_implementation = experts.NAME
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=getattr(torch, load.dtype),
-            attn_implementation=NAME,
+            attn_implementation=attention.NAME,
             trust_remote_code=False,
         )
     model.eval()
@@ -122,10 +125,7 @@ def _check_supported(config: Untyped, load: LoadSpec) -> None:
             f"model type {name!r} is not one of {', '.join(FAMILIES)}",
             hint="serve it with an engine of kind vllm or sglang",
         )
-    if load.quantization != "none" or getattr(config, "quantization_config", None):
-        raise UnsupportedModelError(
-            "on the CPU this engine runs unquantised checkpoints only", hint="quantization: none"
-        )
+    _check_quantization(config, load)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise UnsupportedModelError(f"layers of type {sorted(kinds)} are not supported")
@@ -135,6 +135,31 @@ def _check_supported(config: Untyped, load: LoadSpec) -> None:
         raise UnsupportedModelError(
             f"rotary scaling {kind!r} makes a row depend on other rows' lengths",
             hint=f"supported: {', '.join(_FIXED_ROPE)}",
+        )
+
+
+def _check_quantization(config: Untyped, load: LoadSpec) -> None:
+    """Unquantised everywhere; block-wise FP8 on a GPU. Nothing else, and nothing silently."""
+    found = getattr(config, "quantization_config", None)
+    if load.device == "cpu":
+        if load.quantization != "none" or found:
+            raise UnsupportedModelError(
+                "on the CPU this engine runs unquantised checkpoints only",
+                hint="quantization: none",
+            )
+        return
+    if load.quantization not in ("none", _FP8):
+        raise UnsupportedModelError(
+            f"quantization {load.quantization!r} is not one of none, {_FP8}", hint="write none"
+        )
+    if not found:
+        return
+    settings = found if isinstance(found, dict) else found.to_dict()
+    method, block = settings.get("quant_method"), settings.get("weight_block_size")
+    if method != "fp8" or list(block or []) != _FP8_BLOCK:
+        raise UnsupportedModelError(
+            f"a checkpoint quantised by {method!r} with blocks {block} cannot be computed with",
+            hint="FP8 with 128 x 128 blocks is supported, and checkpoints that are not quantised",
         )
 
 

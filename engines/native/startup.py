@@ -14,13 +14,15 @@ import torch
 from cache.arena import ArenaMapping
 from cache.client import AttachedWeights, KvMemory, attach, load_private, open_kv
 from engines.contract import EngineSpec, ProgressPage
-from engines.native.kv import tensor_at
+from engines.native.binding import tensors_of
+from engines.native.device import device_of
 from engines.native.memory import Ballast, PrivateMemory, ServingMemory, SharedMemory
 from engines.native.meter import Meter
-from engines.native.model import CHUNK_TOKENS, SlotModel, tensors_of
+from engines.native.model import SlotModel
+from engines.native.proofs import prove_once
 from engines.native.request import RequestPreparer
 from engines.native.scheduler import Scheduler, SchedulerLimits
-from engines.native.selfcheck import SelfCheck, prove
+from engines.native.selfcheck import SelfCheck
 from engines.native.skeleton import Skeleton, build_skeleton
 from engines.native.streams import Outbox
 
@@ -52,23 +54,27 @@ def start_engine(
     Raises:
         UnderstudyError: one of the typed errors of cache and engine; the process cannot serve.
     """
-    torch.set_num_threads(1)
+    device = device_of(spec.load.device)
+    device.prepare()
     skeleton = skeleton or build_skeleton(spec.load)
     geometry = skeleton.kv_geometry(slots=spec.slots, max_length=spec.max_length)
     ballast = Ballast(spec.ballast_bytes)
     weights, attach_ms, mapping = _attach(spec)
-    arena = tensor_at(mapping.address, mapping.size_bytes, torch.uint8)
-    model = SlotModel(skeleton, tensors_of(weights.manifest, arena), geometry)
+    began_s = time.perf_counter()
+    arena = device.tensor_at(mapping.address, mapping.size_bytes, torch.uint8)
+    model = SlotModel(skeleton, tensors_of(weights.manifest, arena), geometry, device)
+    attach_ms += (time.perf_counter() - began_s) * 1e3
     kv: KvMemory | None = None
     memory: ServingMemory
     if weights.connection is None or spec.private_kv:
-        memory = PrivateMemory(geometry, chunk_tokens=CHUNK_TOKENS)
+        memory = PrivateMemory(geometry, device=device)
     else:
         kv = open_kv(weights.connection, geometry, timeout_s=spec.attach_timeout_s)
-        memory = SharedMemory(kv.opened, kv.fds, kv.table_fd, chunk_tokens=CHUNK_TOKENS)
+        memory = SharedMemory(kv.opened, kv.fds, kv.table_fd, device=device)
     with torch.inference_mode():
-        check = prove(model)
-    model.lengths = check.lengths
+        check = prove_once(model, weights.manifest.fingerprint, Path(spec.run_dir))
+        model.lengths = check.lengths
+        model.capture_next(memory.kv)  # the one that serves any length; the others when idle
     log.info(
         "self-check in %.0f ms: exact=%s, attended lengths %s",
         check.duration_ms,

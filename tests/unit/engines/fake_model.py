@@ -26,6 +26,8 @@ from engines.contract import (
     Role,
 )
 from engines.native.commands import AssumeRole, Flushed, Stop, Submit
+from engines.native.device import HOST
+from engines.native.logits import HostLogits
 from engines.native.memory import PrivateMemory
 from engines.native.meter import Meter
 from engines.native.request import PreparedRequest, RowParams
@@ -59,6 +61,8 @@ class FakeModel:
         self.geometry = KvGeometry(
             layers=1, slots=slots, kv_heads=1, max_length=max_length, head_dim=4, dtype="float32"
         )
+        self.device = HOST
+        self.chunk_tokens = HOST.chunk_tokens
         self.vocabulary_size = VOCABULARY
         self.steps: list[str] = []
         self.broken_slots: set[int] = set()
@@ -66,7 +70,7 @@ class FakeModel:
 
     def prefill(self, _kv: Any, slot: int, ids: list[int], *, start: int) -> Any:
         self.steps.append(f"prefill {slot}")
-        return self._row(slot, ids[-1], start + len(ids) - 1)
+        return HostLogits(self._row(slot, ids[-1], start + len(ids) - 1)[None])
 
     def decode(self, _kv: Any, tokens: list[tuple[int, int, int]], **_: Any) -> Any:
         time.sleep(self.step_s)
@@ -74,7 +78,7 @@ class FakeModel:
         logits = np.zeros((self.geometry.slots, VOCABULARY), np.float32)
         for slot, token_id, position in tokens:
             logits[slot] = self._row(slot, token_id, position)
-        return logits
+        return HostLogits(logits)
 
     def _row(self, slot: int, token_id: int, position: int) -> Any:
         row = np.zeros(VOCABULARY, np.float32)
@@ -190,7 +194,7 @@ def running(
     options = {"max_queue": 2, "adopt_grace_s": 30.0, "max_unsent_tokens": 1000, **limits}
     bench = Bench(
         used,
-        memory or PrivateMemory(used.geometry, chunk_tokens=64),
+        memory or PrivateMemory(used.geometry),
         SchedulerLimits(**options),
     )
     thread = threading.Thread(target=bench.scheduler.run)

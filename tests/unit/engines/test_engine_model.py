@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from cache.errors import UnsupportedModelError
 from cache.protocol import KvGeometry, LoadSpec
 from engines.native.errors import LeftOnMetaError, TensorMismatchError
+from engines.native.logits import HostLogits
 from engines.native.model import SlotModel, attended_lengths
 from engines.native.selfcheck import prove
 from engines.native.skeleton import Skeleton, build_skeleton
@@ -62,19 +63,19 @@ def greedy(model: SlotModel, prompt: list[int], *, slot: int, count: int) -> lis
     kv = private(model.geometry)
     rows = []
     for start in range(0, len(prompt), 64):
-        logits = model.prefill(kv, slot, prompt[start : start + 64], start=start)
+        logits = model.prefill(kv, slot, prompt[start : start + 64], start=start).array()[0]
     tokens = list(prompt)
     for _ in range(count):
         rows.append(logits.tolist())
         tokens.append(int(logits.argmax()))
-        logits = model.decode(kv, [(slot, tokens[-1], len(tokens) - 1)])[slot]
+        logits = model.decode(kv, [(slot, tokens[-1], len(tokens) - 1)]).array()[slot]
     return rows
 
 
 def private(geometry: KvGeometry) -> Any:
     from engines.native.memory import PrivateMemory
 
-    return PrivateMemory(geometry, chunk_tokens=64).kv
+    return PrivateMemory(geometry).kv
 
 
 def test_serving_shapes_compute_what_the_library_computes(
@@ -123,8 +124,8 @@ def test_the_self_check_sees_a_row_that_leaks_into_its_neighbours(
     honest = model.decode
 
     def leaking(*arguments: Any, **options: Any) -> Any:
-        logits = honest(*arguments, **options)
-        return logits + logits.sum(axis=0, keepdims=True) * 1e-6
+        logits = honest(*arguments, **options).array()
+        return HostLogits(logits + logits.sum(axis=0, keepdims=True) * 1e-6)
 
     monkeypatch.setattr(model, "decode", leaking)
     found = prove(model)
@@ -139,8 +140,8 @@ def test_a_length_that_changes_bits_is_not_used(
     honest = model.decode
 
     def off_at_128(*arguments: Any, **options: Any) -> Any:
-        logits = honest(*arguments, **options)
-        return logits + 1e-4 if options.get("attended_tokens") == 128 else logits
+        logits = honest(*arguments, **options).array()
+        return HostLogits(logits + 1e-4 if options.get("attended_tokens") == 128 else logits)
 
     monkeypatch.setattr(model, "decode", off_at_128)
     found = prove(model)

@@ -153,7 +153,7 @@ def test_nobody_is_served_without_a_role_or_with_another_epoch() -> None:
 
 def test_a_successor_adopts_exactly_the_committed_rows() -> None:
     model = FakeModel(max_length=400)
-    memory = PrivateMemory(model.geometry, chunk_tokens=64)
+    memory = PrivateMemory(model.geometry)
     model.step_s = 0.001
     with running(model, memory=memory) as old:
         ids = [bytes([n]) * 16 for n in range(2)]

@@ -1,0 +1,146 @@
+"""The seam between the engine and what computes: `cpu`, or one GPU as `cuda:N`.
+
+Everything that differs between the two and is not a whole algorithm lives here: the size of a
+prefill chunk, tensors over mapped memory, buffers that the host fills, and waiting. Two things
+differ by more and have modules of their own: graphs of steps (`graphs`) and choosing tokens from
+logits that stay on the device (`logits`).
+
+Invariants
+    1. Nothing here, and nothing imported here, touches CUDA before `prepare`: a zygote that did
+       could not fork engines.
+    2. One stream, the default one: whatever is ordered in Python is ordered on the device.
+
+WARNING: on CUDA a mapped address is a device pointer; the host must never follow it.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from engines.contract import DeviceMemory
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = ["HOST", "Device", "InputBuffer", "device_of"]
+
+_HOST_CHUNK_TOKENS: Final = 64
+_CUDA_CHUNK_TOKENS: Final = 256
+"""A longer chunk is a longer pause for the rows that decode; a shorter one leaves a GPU idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where an engine computes."""
+
+    name: str  # as topologies write it
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether this is a GPU."""
+        return self.name != "cpu"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """As torch names it."""
+        return torch.device(self.name)
+
+    @property
+    def index(self) -> int:
+        """Number of the GPU."""
+        return int(self.name.partition(":")[2] or 0)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of one prefill chunk. Part of what makes a stream's bits: never per request."""
+        return _CUDA_CHUNK_TOKENS if self.is_cuda else _HOST_CHUNK_TOKENS
+
+    def prepare(self) -> None:
+        """Make the device ready in this process; on CUDA this creates the context.
+
+        Raises:
+            RuntimeError: there is no such device.
+        """
+        torch.set_num_threads(1)
+        if self.is_cuda:
+            torch.cuda.set_device(self.index)
+            torch.cuda.init()
+            torch.zeros(1, device=self.torch_device)
+            _use_only_proven_attention()
+
+    def tensor_at(self, address: int, size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """A one-dimensional tensor over memory that outlives it; the caller sees to that."""
+        if self.is_cuda:
+            from cache.devicetensor import tensor_at_device
+
+            return tensor_at_device(address, size_bytes, dtype, self.index)
+        # A ctypes array is a writable buffer to Python, so that torch does not warn about
+        # read-only memory; whether a write is legal is the mapping's business.
+        memory = (ctypes.c_char * size_bytes).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype)
+
+    def synchronize(self) -> None:
+        """Wait until everything ordered so far is done.
+
+        Raises:
+            RuntimeError: something of it failed; on CUDA the context is lost for good.
+        """
+        if self.is_cuda:
+            torch.cuda.synchronize(self.index)
+
+    def release_unused(self) -> None:
+        """Give memory back that torch keeps for later: others on this GPU need it."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+    def memory(self) -> DeviceMemory | None:
+        """What this process holds beside the shared arenas, and what the GPU has left."""
+        if not self.is_cuda:
+            return None
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
+        reserved_bytes = torch.cuda.memory_reserved(self.index)
+        return DeviceMemory(
+            reserved_bytes=reserved_bytes, free_bytes=free_bytes, total_bytes=total_bytes
+        )
+
+
+HOST: Final = Device("cpu")
+
+
+def device_of(name: str) -> Device:
+    """The device of a load spec."""
+    return HOST if name == "cpu" else Device(name)
+
+
+def _use_only_proven_attention() -> None:
+    """Leave one attention kernel for half precision, so that no heuristic picks another.
+
+    cuDNN's reads slots with a mask at the speed of memory, and a row's bits depend on neither
+    neighbours nor index. Float32, which it does not do, falls to the plain formula.
+    """
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cuda.enable_math_sdp(True)
+
+
+class InputBuffer:
+    """Integers that the host writes and a step reads, at addresses that never change.
+
+    On the host both are the same memory. On CUDA `upload` copies a page-locked buffer; it may be
+    written again once a step that came after has been waited for.
+    """
+
+    def __init__(self, device: Device, shape: tuple[int, ...]) -> None:
+        host = torch.zeros(shape, dtype=torch.int64, pin_memory=device.is_cuda)
+        self.host: npt.NDArray[np.int64] = host.numpy()
+        self._pinned = host
+        self.tensor = torch.zeros_like(host, device=device.torch_device) if device.is_cuda else host
+
+    def upload(self) -> None:
+        """Make what the host wrote visible to the next step."""
+        if self.tensor is not self._pinned:
+            self.tensor.copy_(self._pinned, non_blocking=True)

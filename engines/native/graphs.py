@@ -1,0 +1,99 @@
+"""CUDA graphs of serving steps: one launch in place of a thousand.
+
+A graph is captured for one KV memory, one kind of step and one attended length. Its inputs are
+buffers at fixed addresses; its results land in buffers shared by all graphs of a kind, so a result
+is valid until the next step of that kind. All graphs share one memory pool: they never run at
+the same time.
+
+Capturing computes nothing, so a standby captures against KV memory that it may only read; the one
+step before it, which loads kernels and makes attention plans, runs with no row active.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import torch
+
+from engines.native.kv import KvMemoryView
+from engines.native.logits import summarise
+
+__all__ = ["StepGraphs", "StepKind"]
+
+StepKind = Literal["decode", "prefill"]
+_ERROR_MODE: Final = "thread_local"
+"""Other threads of the process may ask the driver something during a capture."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    kind: StepKind
+    memory: int
+    attended_tokens: int
+
+
+@dataclass(slots=True)
+class _Results:
+    """Where all graphs of one kind put what they computed."""
+
+    logits: torch.Tensor
+    summary: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows = self.logits.shape[0]
+        self.summary = torch.zeros(2, rows, dtype=torch.int64, device=self.logits.device)
+
+
+class StepGraphs:
+    """Captured steps of one model. Used by the model thread alone."""
+
+    def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
+        def results(rows: int) -> _Results:
+            return _Results(torch.zeros(rows, vocabulary, device=device))
+
+        self._results = {"decode": results(slots), "prefill": results(1)}
+        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._lengths: dict[tuple[StepKind, int], list[int]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def lengths(self, kind: StepKind, kv: KvMemoryView) -> list[int]:
+        """Attended lengths that are captured, ascending."""
+        return self._lengths.get((kind, id(kv)), [])
+
+    def has(self, kind: StepKind, kv: KvMemoryView, attended_tokens: int) -> bool:
+        """Whether this step is captured."""
+        return _Key(kind, id(kv), attended_tokens) in self._graphs
+
+    def capture(
+        self,
+        kind: StepKind,
+        kv: KvMemoryView,
+        attended_tokens: int,
+        *,
+        rehearse: Callable[[], object],
+        step: Callable[[], torch.Tensor],
+    ) -> None:
+        """Capture `step`, which gives float32 logits, after one `rehearse`.
+
+        The memory must live as long as the engine: a graph holds addresses, not tensors.
+        """
+        results = self._results[kind]
+        rehearse()
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=_ERROR_MODE):
+            logits = step()
+            results.logits.copy_(logits)
+            results.summary.copy_(summarise(logits))
+        self._graphs[_Key(kind, id(kv), attended_tokens)] = graph
+        lengths = self._lengths.setdefault((kind, id(kv)), [])
+        lengths.append(attended_tokens)
+        lengths.sort()
+
+    def replay(
+        self, kind: StepKind, kv: KvMemoryView, attended_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Order one step; its logits and their summary, in buffers that the next one reuses."""
+        self._graphs[_Key(kind, id(kv), attended_tokens)].replay()
+        results = self._results[kind]
+        return results.logits, results.summary
