@@ -86,6 +86,11 @@ class ArenaBackend(Protocol):
     short, except `reserve`, which takes as long as the kernel needs to find the pages.
     """
 
+    @property
+    def device(self) -> str:
+        """The device string that `backend_for` was given."""
+        ...
+
     def create(self, purpose: Purpose, total_bytes: int) -> Arena:
         """Make the extents of a new arena. Host memory reads as zero from the start.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from cache.arena import Arena, ArenaBackend
 from cache.errors import DonationRefusedError, ManifestError, SlotTableError
+from cache.host import HostBackend
 from cache.manifest import check_checksums, check_manifest, owned_tensors
 from cache.protocol import Donate, KvGeometry, LoadSpec, Manifest, dtype_bytes
 from cache.slots import SlotTable
@@ -81,14 +82,15 @@ def make_kv(backend: ArenaBackend, geometry: KvGeometry) -> KvArena:
     arena = backend.create("kv", geometry.total_bytes)
     try:
         backend.reserve(arena)
-        table = _make_table(backend, geometry)
+        table = _make_table(geometry)
     except BaseException:
         arena.close()
         raise
     return KvArena(geometry, arena, table)
 
 
-def _make_table(backend: ArenaBackend, geometry: KvGeometry) -> Arena:
+def _make_table(geometry: KvGeometry) -> Arena:
+    backend = HostBackend()  # whatever the device: only CPUs read the table
     slots, max_length = geometry.slots, geometry.max_length
     size_bytes = SlotTable.size_bytes(slots, max_length)
     table = backend.create("slots", size_bytes)
@@ -147,6 +149,8 @@ def _check_weights(backend: ArenaBackend, donation: Donation) -> None:
     check_checksums(manifest, {entry.name: entry.checksum for entry in owned_tensors(manifest)})
     if sum(manifest.extent_bytes) < manifest.total_bytes:
         raise ManifestError("the extents are smaller than the arena")
+    if spec.device != backend.device:
+        raise ManifestError(f"it was made for {spec.device}, this daemon serves {backend.device}")
     if manifest.fingerprint.model_path != os.path.realpath(spec.model_path) or any(
         getattr(manifest.fingerprint, field) != getattr(spec, field)
         for field in ("revision", "dtype", "tp_size", "tp_rank", "pp_size", "pp_rank")
@@ -160,8 +164,8 @@ def _check_kv(backend: ArenaBackend, kv: KvArena) -> None:
     if kv.arena.total_bytes < kv.geometry.total_bytes:
         raise SlotTableError("the KV extents are smaller than the geometry")
     backend.check_donated(kv.arena)
-    backend.check_donated(kv.table)
-    mapping = backend.map(kv.table.fds, kv.table.extent_bytes)
+    HostBackend().check_donated(kv.table)
+    mapping = HostBackend().map(kv.table.fds, kv.table.extent_bytes)
     try:
         table = SlotTable(mapping.view())
         shape = (table.slots, table.max_length)

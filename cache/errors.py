@@ -183,6 +183,21 @@ class ArenaMemoryError(CacheError):
             details={"purpose": purpose, "wanted_bytes": wanted_bytes, **(details or {})},
         )
 
+    def with_holdings(
+        self, *, weights_bytes: int, kv_bytes: int, attached: list[str]
+    ) -> "ArenaMemoryError":
+        """The same, saying what the daemon holds itself and for whom."""
+        held = f"this cache holds {weights_bytes} bytes of weights and {kv_bytes} of KV"
+        if attached:
+            held += f", attached: {', '.join(attached)}"
+        self.message = f"{self.message}; {held}"
+        self.details |= {
+            "cache_weights_bytes": weights_bytes,
+            "cache_kv_bytes": kv_bytes,
+            "attached": attached,
+        }
+        return self
+
 
 class CudaBindingsMissingError(CacheError):
     """A CUDA device is configured, and the Python package that speaks to the driver is absent."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from cache.arena import Arena, ArenaBackend
+from cache.errors import ArenaMemoryError
 from cache.protocol import CacheState, CacheStatus, Client, LoadSpec, Manifest
 from cache.rpc import RpcPeer
 
@@ -105,6 +106,14 @@ class Holdings:
             fingerprint=run.fingerprint if run else fingerprint,
             kv=kv.geometry if kv else None,
             error=self.fence or self.error,
+        )
+
+    def explained(self, error: ArenaMemoryError) -> ArenaMemoryError:
+        """An out-of-memory error that says what we hold ourselves."""
+        return error.with_holdings(
+            weights_bytes=self.weights.arena.total_bytes if self.weights else 0,
+            kv_bytes=self.kv.arena.total_bytes if self.kv else 0,
+            attached=self.holders(),
         )
 
     # ------------------------------------------------------------------- moves

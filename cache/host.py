@@ -103,6 +103,8 @@ def _cgroup_rooms(proc: Path, cgroup_root: Path) -> Iterator[int]:
 class HostBackend:
     """Arenas in memfds. Stateless: the arenas own everything."""
 
+    device: Final = "cpu"
+
     def create(self, purpose: Purpose, total_bytes: int) -> Arena:
         """See `ArenaBackend.create`."""
         sizes = split_extents(total_bytes)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from cache.arena import Arena
 from cache.errors import (
+    ArenaMemoryError,
     CacheBusyError,
     CacheInUseError,
     LoadFailedError,
@@ -125,12 +127,25 @@ class Loads:
             check_manifest(manifest)
             if manifest.fingerprint != run.fingerprint:
                 raise mismatch(manifest.fingerprint, run.fingerprint)
-            run.arena = self._held.backend.create("weights", manifest.total_bytes)
+            creation = self._held.spawn(self._create(run, manifest))
+            arena = await asyncio.shield(creation)
         except UnderstudyError as error:
             run.fail(error)
             raise
-        run.manifest = manifest
-        return Published(list(run.arena.extent_bytes)), run.arena.fds
+        return Published(list(arena.extent_bytes)), arena.fds
+
+    async def _create(self, run: LoadRun, manifest: Manifest) -> Arena:
+        """Memory for a run; given back if the run has ended meanwhile."""
+        try:
+            backend = self._held.backend
+            arena = await asyncio.to_thread(backend.create, "weights", manifest.total_bytes)
+        except ArenaMemoryError as error:
+            raise self._held.explained(error) from None
+        if run.committed.done() or run.arena is not None:
+            arena.close()
+            raise ProtocolError("this load has ended already")
+        run.manifest, run.arena = manifest, arena
+        return arena
 
     async def progress(self, peer: RpcPeer, progress: Progress) -> None:
         """Verb `progress`."""

@@ -9,11 +9,11 @@ from typing import Final
 
 import msgspec
 
+from cache.checksum import CHECKSUM_ALGORITHMS
 from cache.errors import ManifestError
 from cache.protocol import TENSOR_ALIGNMENT_BYTES, Manifest, TensorEntry, dtype_bytes
 
 __all__ = [
-    "CHECKSUM_ALGORITHM",
     "CHECKSUM_BYTES",
     "check_checksums",
     "check_manifest",
@@ -22,7 +22,6 @@ __all__ = [
     "owned_tensors",
 ]
 
-CHECKSUM_ALGORITHM: Final = "blake2b-128"
 CHECKSUM_BYTES: Final = 16
 _MAX_TENSORS: Final = 1_000_000
 
@@ -40,7 +39,7 @@ def check_manifest(manifest: Manifest) -> None:
     """
     if not 0 < len(manifest.tensors) <= _MAX_TENSORS:
         raise ManifestError(f"a manifest of {len(manifest.tensors)} tensors")
-    if manifest.checksum_algorithm != CHECKSUM_ALGORITHM:
+    if manifest.checksum_algorithm not in CHECKSUM_ALGORITHMS:
         raise ManifestError(f"unknown checksum algorithm {manifest.checksum_algorithm!r}")
     by_name: dict[str, TensorEntry] = {}
     for entry in manifest.tensors:

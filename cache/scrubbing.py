@@ -14,6 +14,8 @@ from hashlib import blake2b
 from typing import Final
 
 from cache.arena import ArenaBackend
+from cache.checksum import MIX128
+from cache.cudaworker import Job, scrub_in_child
 from cache.manifest import CHECKSUM_BYTES, owned_tensors
 from cache.protocol import Manifest, Scrubbed, TensorEntry
 
@@ -47,6 +49,11 @@ def scrub(
         ScrubStopped: `stop` was set.
         MappingError: the weights cannot be mapped.
     """
+    chosen = list(entries if entries is not None else owned_tensors(manifest))
+    if manifest.checksum_algorithm == MIX128:
+        rate = None if rate_bytes_per_s == float("inf") else rate_bytes_per_s
+        job = Job(backend.device, list(fds), manifest.extent_bytes, chosen, rate)
+        return _scrub_device(job, fds, stop)
     started_s = time.monotonic()
     try:
         mapping = backend.map(fds, manifest.extent_bytes)
@@ -59,7 +66,7 @@ def scrub(
     try:
         if rate_bytes_per_s != float("inf"):
             _lower_priority()
-        for entry in entries if entries is not None else owned_tensors(manifest):
+        for entry in chosen:
             digest = blake2b(digest_size=CHECKSUM_BYTES)
             end = entry.offset_bytes + entry.size_bytes
             for start in range(entry.offset_bytes, end, _CHUNK_BYTES):
@@ -75,6 +82,18 @@ def scrub(
         view.release()
         mapping.close()
     return Scrubbed(checked, mismatches, time.monotonic() - started_s)
+
+
+def _scrub_device(job: Job, fds: list[int], stop: threading.Event) -> Scrubbed:
+    """In a process of its own: we have no context to read device memory with."""
+    try:
+        result = scrub_in_child(job, stop=stop)
+    finally:
+        while fds:
+            os.close(fds.pop())
+    if result is None:
+        raise ScrubStopped
+    return result
 
 
 def spot_sample(manifest: Manifest, bound_bytes: int) -> list[TensorEntry]:

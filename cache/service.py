@@ -35,6 +35,7 @@ import msgspec
 from cache.arena import backend_for
 from cache.donation import Donation, KvArena, check_geometry, make_kv, take_donation
 from cache.errors import (
+    ArenaMemoryError,
     CacheBusyError,
     CacheFencedError,
     CacheInUseError,
@@ -114,7 +115,7 @@ class CacheService:
             notify_progress=self._notify_progress,
         )
         self._server = RpcServer(
-            socket_path, PROTOCOL, VERSION, self._handlers(), on_peer_gone=self._peer_gone
+            socket_path, PROTOCOL, VERSION, self.handlers(), on_peer_gone=self._peer_gone
         )
         self.held.on_change = self._notify_state
 
@@ -130,7 +131,8 @@ class CacheService:
         self.held.release_weights()
         self.held.release_kv()
 
-    def _handlers(self) -> dict[str, Handler]:
+    def handlers(self) -> dict[str, Handler]:
+        """The verbs, as the protocol lists them."""
         loads = self.loads
         return {
             "hello": _verb(_Nothing, self._hello),
@@ -243,7 +245,10 @@ class CacheService:
                 if holders := held.holders(besides=peer):
                     raise CacheInUseError("the KV arena cannot be replaced", holders)
                 held.release_kv()
-            held.kv = await asyncio.to_thread(make_kv, held.backend, geometry)
+            try:
+                held.kv = await asyncio.to_thread(make_kv, held.backend, geometry)
+            except ArenaMemoryError as error:
+                raise held.explained(error) from None
             held.changed()
             return held.kv
 
