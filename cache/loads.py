@@ -229,7 +229,11 @@ class Loads:
         """Set the last seals once the loader's exit was seen."""
         held, weights = self._held, self._held.weights
         assert run.process is not None  # noqa: S101 - it has committed
-        await run.process.ensure_gone(grace_s=_EXIT_GRACE_S)
+        try:
+            await run.process.ensure_gone(grace_s=_EXIT_GRACE_S)
+        except asyncio.CancelledError:  # the daemon stops: leave no child behind
+            await run.process.ensure_gone(grace_s=0.0)
+            raise
         if weights is None or weights is not held.weights:
             return  # dropped meanwhile
         try:

@@ -417,8 +417,8 @@ def test_drop_ends_a_load_in_progress(
     daemon.control.call("drop", timeout_s=10)
     assert not Path(f"/proc/{pid}").exists()
     assert daemon.status().state == "empty"
-    daemon.load(spec)
-    assert waiting.exception(20) is None or error_of(waiting).stable_code == "load_failed"
+    assert "dropped" in str(error_of(waiting))
+    daemon.serve(spec)
 
 
 # ------------------------------------------------------------------ loads that fail
@@ -1023,11 +1023,11 @@ def test_a_role_that_is_announced_shows_in_the_status(
 def test_a_daemon_for_a_device_without_a_backend_does_not_start(tmp_path: Path) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "cache.daemon", "--instance", "x", "--device", "cuda:0"),
+            *(sys.executable, "-m", "cache.daemon", "--instance", "x", "--device", "xpu:0"),
             *("--socket", str(tmp_path / "s.sock")),
         ],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "cuda:0" in done.stderr
+    assert "xpu:0" in done.stderr
     assert "Traceback" not in done.stderr
