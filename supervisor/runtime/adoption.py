@@ -125,7 +125,7 @@ async def _settle_roles(group: "GroupRuntime", outcome: Adoption) -> None:
         _confirm(engine)
     # A living primary has seen every epoch that matters. Without one, an epoch may have died with
     # its engine: then the journal's ceiling is above it.
-    ceiling = 0 if group.primary is not None else group.epoch
+    ceiling = 0 if group.primary is not None else group.epoch_ceiling
     group.epoch = max(ceiling, *reported, 0)
     await _raise_epoch(group)
 

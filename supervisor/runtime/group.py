@@ -77,7 +77,8 @@ class GroupRuntime:
         self.fleet = fleet
         self.operations = operations
         self.on_epoch = on_epoch
-        self.epoch = 0
+        self.epoch = 0  # 0: not known yet, or nobody was ever promoted
+        self.epoch_ceiling = 0  # of the last supervisor: no epoch above it was given out
         self.is_cut = False
         self.golden: list[int] | None = None
         self.preferred = next(e.name for e in group.engines if e.role is EngineRole.PRIMARY)

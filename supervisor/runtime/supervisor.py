@@ -71,7 +71,7 @@ class SupervisorRuntime:
             for g in topology.groups
         ]
         for group in self.groups:
-            group.epoch = state.epochs.get(group.name, 0)
+            group.epoch_ceiling = state.epochs.get(group.name, 0)
         self._watches = [GroupWatch(g, lag) for g in self.groups]
         self._janitor: asyncio.Task[None] | None = None
         self._started_s = services.clock.monotonic()
