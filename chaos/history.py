@@ -55,7 +55,6 @@ class Meta(msgspec.Struct, frozen=True, tag="meta", tag_field="entry"):
     started_unix_s: float
     machine: dict[str, Any]
     system: dict[str, Any]  # options of the topology
-    restart_intensity: int = 0  # most restarts of one unit that the scenario calls for; 0: any
     gaps_are_judged: bool = True  # False where the scenario starves this machine on purpose
 
 
@@ -170,7 +169,11 @@ class Sample(msgspec.Struct, frozen=True, tag="sample", tag_field="entry"):
     primary: str | None = None
     is_whole: bool = False
     engines: list[EngineSample] = []
-    supervisor_pid: int | None = None
+    pids: dict[str, int | None] = {}  # by role, as far as they are named
+
+    def names(self, pids: set[int]) -> bool:
+        """Whether one of these processes is still spoken of."""
+        return bool(pids & {*self.pids.values(), *(e.pid for e in self.engines)})
 
 
 class Process(msgspec.Struct, frozen=True, tag="process", tag_field="entry"):
@@ -225,7 +228,8 @@ class Held(msgspec.Struct, frozen=True, tag="held", tag_field="entry"):
 
     at_ns: int
     label: str
-    processes: dict[str, dict[str, int]]  # instance -> kind -> count
+    processes: dict[str, dict[str, int]]  # instance:pid -> kind -> count
+    strays: list[str] = []  # processes of the system that its status does not name
 
 
 class Leftover(msgspec.Struct, frozen=True, tag="leftover", tag_field="entry"):

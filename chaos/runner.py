@@ -8,6 +8,7 @@ end there, but stock is still taken and the system stopped: a record is always c
 import contextlib
 import datetime
 import json
+import os
 import random
 import re
 import shutil
@@ -45,7 +46,7 @@ from chaos.requests import make_pool
 from chaos.scenario import CommandStep, Expect, FaultStep, Scenario, Step, Wait
 from chaos.streams import StreamFleet, StreamRequest
 from chaos.system import RunningSystem, SystemOptions
-from chaos.watching import ProcessWatcher, StatusWatcher, missing
+from chaos.watching import ProcessWatcher, StatusWatcher, missing, pids_of
 from supervisor.process import ProcessId, own_boot_id, read_marker, read_process_id, signal_process
 
 __all__ = ["HOOKS", "Run", "SkippedError", "perform"]
@@ -172,7 +173,6 @@ class Run:
             started_unix_s=time.time(),
             machine=this_machine(),
             system=scenario.system.model_dump(),
-            restart_intensity=scenario.restart_intensity,
             gaps_are_judged=scenario.gaps_are_judged,
         )
 
@@ -381,7 +381,7 @@ class Run:
             found = next((e.state for e in group.engines if e.name == name), "unknown")
             if found != state:
                 wrong.append(f"{name} is {found}")
-        pids = _pids(status)
+        pids = pids_of(status)
         for role in expect.same:
             if pids[role] != self._before_pids.get(role):
                 wrong.append(f"{role} is another process")
@@ -447,7 +447,7 @@ class Run:
                 status: StatusView | None = self.system.admin.status(timeout_s=1.0)
             except (OSError, UnderstudyError):
                 status = self._status.last
-            pid = _pids(status)[role] if status is not None else None
+            pid = pids_of(status)[role] if status is not None else None
         if pid is None:
             raise UnderstudyError(f"no process has the role {role} now")
         process = read_process_id(pid)
@@ -474,7 +474,7 @@ class Run:
     def _remember(self) -> None:
         """What later steps compare with."""
         self._before = self.system.status() or self._status.last
-        self._before_pids = _pids(self._before) if self._before is not None else {}
+        self._before_pids = pids_of(self._before) if self._before is not None else {}
         self._before_seq = self._events.last_seq()
 
     def _record_held(self, label: str) -> None:
@@ -482,7 +482,19 @@ class Run:
         for process, instance in self.system.marked():
             if instance.startswith(("supervisor", "gateway", "cache", "zygote")):
                 processes[f"{instance}:{process.pid}"] = _descriptors(process.pid)
-        self._recorder.add(Held(time.monotonic_ns(), label, processes))
+        self._recorder.add(Held(time.monotonic_ns(), label, processes, self._strays()))
+
+    def _strays(self) -> list[str]:
+        """Leaders of a session that the status does not name."""
+        status = self.system.admin.status()
+        named = {self.system.supervisor.pid, *(w.pid for w in status.gateway)}
+        named |= {engine.pid for engine in status.group.engines}
+        named |= set(pids_of(status).values())
+        return [
+            f"{instance} (pid {process.pid})"
+            for process, instance in self.system.marked()
+            if process.pid not in named and os.getsid(process.pid) == process.pid
+        ]
 
     def _record_metrics(self) -> None:
         text = str(self.system.admin.get("/metrics"))
@@ -578,23 +590,6 @@ def _options(scenario: Scenario, orders: Path) -> SystemOptions:
             "PYTHONPATH": str(HOOKS),
         },
     )
-
-
-def _pids(status: StatusView | None) -> dict[str, int | None]:
-    """Pids by role."""
-    if status is None:
-        return dict.fromkeys(
-            ("primary", "standby", "batch", "zygote", "cache", "gateway", "supervisor")
-        )
-    group = status.group
-    engines = {role: group.engine(role) for role in ("primary", "standby", "batch")}
-    return {
-        **{role: engine.pid if engine else None for role, engine in engines.items()},
-        "zygote": group.zygote.pid if group.zygote else None,
-        "cache": group.cache[0].pid if group.cache else None,
-        "gateway": status.gateway[0].pid if status.gateway else None,
-        "supervisor": status.supervisor.pid,
-    }
 
 
 def _descriptors(pid: int) -> dict[str, int]:

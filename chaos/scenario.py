@@ -184,8 +184,6 @@ class Scenario(_Model):
     tokens: tuple[int, int] = (60, 240)
     """Shortest and longest answer."""
     max_duration: Seconds = 600.0
-    restart_intensity: int = 0
-    """Most restarts of one unit that these faults can call for; 0: not judged."""
     gaps_are_judged: bool = True
     """False where this scenario starves the machine, and with it the recorder."""
     in_long_set: bool = True

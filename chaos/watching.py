@@ -16,7 +16,7 @@ from chaos.history import Clock, EngineSample, Process, Recorder, Sample
 from chaos.system import RunningSystem
 from supervisor.process import ExitProbe, ProcessId
 
-__all__ = ["ProcessWatcher", "StatusWatcher", "is_whole", "missing"]
+__all__ = ["ProcessWatcher", "StatusWatcher", "is_whole", "missing", "pids_of"]
 
 _STATUS_INTERVAL_S: Final = 0.1
 _LOOK_INTERVAL_S: Final = 0.005
@@ -104,8 +104,25 @@ def _sample(status: StatusView | None, at_ns: int, took_ms: float, system: Runni
             EngineSample(e.name, e.state, e.verdict, e.pid, e.instance, e.restarts)
             for e in group.engines
         ],
-        supervisor_pid=status.supervisor.pid,
+        pids=pids_of(status),
     )
+
+
+def pids_of(status: StatusView | None) -> dict[str, int | None]:
+    """Pids by role; of several gateway workers the first."""
+    if status is None:
+        return dict.fromkeys(
+            ("primary", "standby", "batch", "zygote", "cache", "gateway", "supervisor")
+        )
+    group = status.group
+    engines = {role: group.engine(role) for role in ("primary", "standby", "batch")}
+    return {
+        **{role: engine.pid if engine else None for role, engine in engines.items()},
+        "zygote": group.zygote.pid if group.zygote else None,
+        "cache": group.cache[0].pid if group.cache else None,
+        "gateway": status.gateway[0].pid if status.gateway else None,
+        "supervisor": status.supervisor.pid,
+    }
 
 
 def missing(status: StatusView, system: RunningSystem) -> list[str]:

@@ -1,0 +1,336 @@
+"""What the product promises, asked of a record. Each function returns sentences, none is good.
+
+Who was primary is taken from the engines' own logs and from the kernel's view of their processes,
+not from the supervisor's belief: a supervisor that is wrong would otherwise judge itself.
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import Final
+
+from chaos.history import (
+    Command,
+    Event,
+    Expectation,
+    Fault,
+    History,
+    Process,
+    Reference,
+    Role,
+    Sample,
+    Stream,
+)
+from supervisor.core.restart import FIRST_BACKOFF_S
+from supervisor.topology.schema import Failover, parse_duration
+
+__all__ = [
+    "Reign",
+    "expectations_were_met",
+    "fenced_before_promoted",
+    "next_token_ms",
+    "next_token_within_bound",
+    "no_two_primaries_at_once",
+    "nobody_died_uninvited",
+    "one_primary_per_epoch",
+    "pause_means_pause",
+    "reigns",
+    "restarts_back_off",
+    "streams_are_exact",
+    "whole_after_s",
+    "whole_within_bound",
+]
+
+_LOG_RESOLUTION_NS: Final = 3_000_000
+"""Engine logs carry milliseconds of the wall clock; anchors are read every 100 ms."""
+
+_UNDER_WAY_NS: Final = 500_000_000
+"""Tokens that were under way at a fault may arrive a little later than it."""
+
+_NOTICE_S: Final = 5.0
+"""A fault that kills nobody must have been noticed by then, or there was nothing to notice."""
+
+_BACKOFF_SLACK_S: Final = 0.35
+"""Births are seen by a scan of /proc every 100 ms."""
+
+
+# ------------------------------------------------------------------ primaries
+
+
+@dataclass(frozen=True, slots=True)
+class Reign:
+    """One process as primary of one epoch, by its own word."""
+
+    engine: str
+    pid: int
+    epoch: int
+    from_ns: int
+    until_ns: int  # the last moment at which it may have acted
+
+
+def reigns(history: History) -> list[Reign]:
+    """All of them, in the order of their beginning."""
+    lives = {p.pid: p for p in history.all(Process)}
+    by_pid: dict[int, list[Role]] = {}
+    for role in sorted(history.all(Role), key=lambda r: r.at_ns):
+        by_pid.setdefault(role.pid, []).append(role)
+    found = []
+    for pid, roles in by_pid.items():
+        life = lives.get(pid)
+        last_ns = life.last_alive_ns if life is not None else history.ended_ns
+        ends = [role.at_ns for role in roles[1:]] + [last_ns]
+        found += [
+            Reign(role.engine, pid, role.epoch, role.at_ns, max(role.at_ns, end_ns))
+            for role, end_ns in zip(roles, ends, strict=True)
+            if role.role == "primary"
+        ]
+    return sorted(found, key=lambda r: (r.from_ns, r.epoch))
+
+
+def one_primary_per_epoch(history: History) -> list[str]:
+    """No epoch has two primaries; no later one has a lower number; no status goes back."""
+    found = []
+    owners: dict[int, Reign] = {}
+    for reign in reigns(history):
+        owner = owners.setdefault(reign.epoch, reign)
+        if owner.pid != reign.pid:
+            found.append(f"epoch {reign.epoch} had {owner.engine} (pid {owner.pid}) and "
+                         f"{reign.engine} (pid {reign.pid})")  # fmt: skip
+    for before, after in itertools.pairwise(reigns(history)):
+        if after.epoch <= before.epoch and after.pid != before.pid:
+            found.append(f"epoch {after.epoch} of {after.engine} began after epoch {before.epoch}")
+    samples = [s for s in history.all(Sample) if s.epoch]  # 0: a new supervisor, still adopting
+    for earlier, later in itertools.pairwise(samples):
+        if later.epoch < earlier.epoch:
+            found.append(f"the status went from epoch {earlier.epoch} to {later.epoch}")
+        if sum(e.state == "primary" for e in later.engines) > 1:
+            found.append("the status named two primaries")
+    return found
+
+
+def no_two_primaries_at_once(history: History) -> list[str]:
+    """On one clock: a predecessor was dead, or had said that it gave up, when the next began."""
+    found = []
+    ordered = reigns(history)
+    for index, reign in enumerate(ordered):
+        for earlier in ordered[:index]:
+            overlap_ns = earlier.until_ns - reign.from_ns
+            if earlier.pid != reign.pid and overlap_ns > _LOG_RESOLUTION_NS:
+                found.append(
+                    f"{earlier.engine} (epoch {earlier.epoch}) was alive and primary "
+                    f"{overlap_ns / 1e6:.1f} ms after {reign.engine} (epoch {reign.epoch}) began"
+                )
+    return found
+
+
+def fenced_before_promoted(history: History) -> list[str]:
+    """By the order of events: nobody is promoted while another may hold the role."""
+    unsafe = {"primary", "promoting", "demoting", "fencing", "unkillable"}
+    states: dict[str, str] = {}
+    found = []
+    for event in history.events("engine_state", "supervisor_started"):
+        if event.kind == "supervisor_started":
+            states.clear()  # it rebuilds the truth from the processes
+            continue
+        engine, state = str(event.event.get("engine")), str(event.event.get("state"))
+        if state == "promoting":
+            found += [
+                f"{engine} was promoted while {other} was {its} (event {event.seq})"
+                for other, its in states.items()
+                if other != engine and its in unsafe
+            ]
+        states[engine] = state
+    return found
+
+
+# -------------------------------------------------------------------- streams
+
+
+def streams_are_exact(history: History) -> list[str]:
+    """No client saw an error, a missing end, or one character that the reference does not have."""
+    texts = {r.request: r for r in history.all(Reference)}
+    found = []
+    for stream in history.all(Stream):
+        reference = texts.get(stream.request)
+        problem = _stream_problem(history, stream, reference)
+        if problem is not None:
+            found.append(f"{stream.name}: {problem}")
+    return found
+
+
+def _stream_problem(history: History, stream: Stream, reference: Reference | None) -> str | None:
+    if reference is not None and not reference.text.startswith(stream.text):
+        return _difference(stream.text, reference.text)
+    if stream.left_ns or not stream.ended_ns or _may_break(history, stream):
+        return None  # what arrived was right, and nothing more was owed
+    if stream.error is not None:
+        return None if _is_wanted(history, stream.error) else f"error {stream.error}"
+    if not stream.has_end_mark or stream.finish_reason is None:
+        return "it ended silently"
+    return _shortfall(stream, reference) if reference is not None else None
+
+
+def _shortfall(stream: Stream, reference: Reference) -> str | None:
+    """What a stream that ended well still lacks."""
+    if stream.completion_tokens != reference.tokens:
+        return f"{stream.completion_tokens} tokens instead of {reference.tokens}"
+    return None if stream.text == reference.text else _difference(stream.text, reference.text)
+
+
+def _is_wanted(history: History, error: str) -> bool:
+    """Whether the scenario expects this error for its long request."""
+    wanted = [e.label for e in history.all(Expectation) if "streams_end_with" in e.label]
+    codes = [label.rpartition("streams_end_with ")[2].split(",")[0] for label in wanted]
+    return any(code in error for code in codes)
+
+
+def _may_break(history: History, stream: Stream) -> bool:
+    """Whether its own gateway died, or the whole system was stopped, while it was open."""
+    breaks = [f.at_ns for f in history.all(Fault) if f.breaks_streams]
+    breaks += [c.at_ns for c in history.all(Command) if c.label == "stop"]
+    return any(stream.was_open_at(at_ns) for at_ns in breaks)
+
+
+def _difference(text: str, wanted: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(text, wanted, strict=False)) if a != b),
+              min(len(text), len(wanted)))  # fmt: skip
+    return (
+        f"text differs at character {at} of {len(wanted)}: "
+        f"{text[at : at + 30]!r} instead of {wanted[at : at + 30]!r}"
+    )
+
+
+def next_token_ms(stream: Stream, at_ns: int) -> float | None:
+    """From a fault to the first token behind the longest gap around it; None: nothing was due."""
+    if not stream.was_open_at(at_ns):
+        return None
+    arrivals = stream.arrivals_ns
+    if not arrivals or arrivals[0] > at_ns:
+        first_ns = arrivals[0] if arrivals else 0
+        return (first_ns - at_ns) / 1e6 if first_ns else None
+    gaps = [
+        (after - before, after)
+        for before, after in itertools.pairwise(arrivals)
+        if after > at_ns and before <= at_ns + _UNDER_WAY_NS
+    ]
+    return (max(gaps)[1] - at_ns) / 1e6 if gaps else None
+
+
+def next_token_within_bound(history: History) -> list[str]:
+    """Each stream that was open went on soon enough."""
+    found = []
+    for fault in history.all(Fault):
+        bound_s = fault.bounds_s.get("next_token")
+        if bound_s is None:
+            continue
+        for stream in history.all(Stream):
+            took_ms = next_token_ms(stream, fault.at_ns)
+            if took_ms is not None and took_ms > bound_s * 1000:
+                found.append(f"{fault.label}: {stream.name} waited {took_ms:.0f} ms")
+    return found
+
+
+# ----------------------------------------------------------------- the system
+
+
+def expectations_were_met(history: History) -> list[str]:
+    """What the scenario waited for came in time; commands were answered as wanted."""
+    found = [
+        f"{e.label}: not within {e.within_s:g} s: {e.seen}"
+        for e in history.all(Expectation)
+        if not e.met_ns
+    ]
+    found += [f"{c.label}: {c.status} {c.text}" for c in history.all(Command) if not c.is_as_wanted]
+    return found
+
+
+def pause_means_pause(history: History) -> list[str]:
+    """Between `paused` and `unpaused` nothing is started, stopped or promoted."""
+    found = []
+    began: Event | None = None
+    for event in history.events("paused", "unpaused", "engine_state", "promoted"):
+        if event.kind == "paused":
+            began = event
+        elif event.kind == "unpaused":
+            began = None
+        elif began is not None and event.event.get("state") in (
+            None, "starting", "promoting", "fencing",
+        ):  # fmt: skip
+            found.append(f"event {event.seq} while paused: {event.event.get('text')}")
+    return found
+
+
+def whole_after_s(history: History, fault: Fault) -> float | None:
+    """From a fault until nothing was missing any more; None: never within the record."""
+    victims = {t.pid for t in fault.targets} if fault.is_deadly else set()
+    samples = [s for s in history.all(Sample) if s.at_ns >= fault.at_ns]
+    if fault.is_deadly:
+        healed = (s for s in samples if s.is_up and s.is_whole and not s.names(victims))
+        first = next(healed, None)
+        return (first.at_ns - fault.at_ns) / 1e9 if first is not None else None
+    noticed = [s for s in samples if s.at_ns <= fault.done_ns + _NOTICE_S * 1e9 and not s.is_whole]
+    if not noticed:
+        return 0.0
+    later = (s for s in samples if s.at_ns > noticed[0].at_ns and s.is_whole)
+    first = next(later, None)
+    return (first.at_ns - fault.at_ns) / 1e9 if first is not None else None
+
+
+def whole_within_bound(history: History) -> list[str]:
+    """Everything that the topology names was at work again soon enough."""
+    found = []
+    for fault in history.all(Fault):
+        bound_s = fault.bounds_s.get("whole")
+        if bound_s is None:
+            continue
+        took_s = whole_after_s(history, fault)
+        if took_s is None or took_s > bound_s:
+            took = "never" if took_s is None else f"after {took_s:.1f} s"
+            found.append(f"{fault.label}: whole again {took}, the bound is {bound_s:g} s")
+    return found
+
+
+def nobody_died_uninvited(history: History) -> list[str]:
+    """Every death was a fault of ours, a fence that followed one, or an order."""
+    stop_ns = _stop_ns(history)
+    named = {pid for s in history.all(Sample) for pid in s.pids.values()}
+    named |= {e.pid for s in history.all(Sample) for e in s.engines}
+    hit = {t.pid for f in history.all(Fault) for t in f.targets}
+    ordered = {"evict", "restart", "failover", "fence"}
+    orders_ns = [c.at_ns for c in history.all(Command) if c.label.split()[0] in ordered]
+    orders_ns += [e.at_ns for e in history.events("evicted")]
+    found = []
+    for process in history.all(Process):
+        is_ours = process.pid in named and process.pid not in hit
+        if not is_ours or not process.dead_ns or process.dead_ns >= stop_ns:
+            continue
+        if not any(abs(process.dead_ns - at_ns) < 5e9 for at_ns in orders_ns):
+            found.append(f"{process.instance} (pid {process.pid}) died and nobody had hit it")
+    return found
+
+
+def _stop_ns(history: History) -> int:
+    stops = [e.at_ns for e in history.events("stopping")]
+    stops += [c.at_ns for c in history.all(Command) if c.label == "stop"]
+    return min(stops, default=history.ended_ns)
+
+
+def restarts_back_off(history: History) -> list[str]:
+    """The second young death in a row waits longer than the first, and so on."""
+    stable_s = float(str(parse_duration(str(history.meta.system.get("stable_after", "1s")))))
+    longest_s = Failover().max_backoff
+    by_name: dict[str, list[Process]] = {}
+    for process in sorted(history.all(Process), key=lambda p: p.seen_ns):
+        by_name.setdefault(process.instance.rpartition("-")[0], []).append(process)
+    found = []
+    for name, lives in by_name.items():
+        if not name.startswith("chat"):
+            continue
+        young = 0
+        for before, after in itertools.pairwise(lives):
+            lived_s = (before.dead_ns - before.seen_ns) / 1e9
+            young = young + 1 if before.dead_ns and lived_s < stable_s - _BACKOFF_SLACK_S else 0
+            wanted_s = min(longest_s, FIRST_BACKOFF_S * 2 ** (young - 1)) if young else 0.0
+            waited_s = (after.seen_ns - before.dead_ns) / 1e9
+            if waited_s < wanted_s - _BACKOFF_SLACK_S:
+                found.append(f"{name} came back after {waited_s:.2f} s, {wanted_s:.2f} s were due")
+    return found
