@@ -143,6 +143,22 @@ async def test_a_fork_is_a_process_of_its_own_and_serves(parent: ZygoteClient) -
     assert wait_for(lambda: status_of(parent, record.pid) == 0)
 
 
+async def test_without_a_daemon_an_engine_loads_for_itself(parent: ZygoteClient) -> None:
+    """Cache mode `off`: memory of its own, any role, nothing to adopt and nothing to donate."""
+    wanted = spec(parent, cache_socket=None)
+    parent.fork(wanted)
+    engine = Engine(wanted)
+    status = await engine.ready()
+    assert not status.cache_registered
+    assert (await engine.assume("standby", 1)).role == "standby"
+    assert (await engine.assume("primary", 2)).adopted == []
+    stream = await engine.complete(
+        GenerateBody("completion", prompt="The lantern", max_tokens=5, temperature=0.0)
+    )
+    assert len(stream.token_ids) == 5
+    await engine.call("shutdown")
+
+
 def test_a_killed_child_is_reported_to_every_client_and_remembered(parent: ZygoteClient) -> None:
     first, second = client_of(parent), client_of(parent)
     record = parent.fork(spec(parent))
