@@ -60,8 +60,10 @@ class Recovery:
         if fenced:
             self._loss = self._cause(group.engine(fenced))
         cause, seen_ns = self._loss or ("start", group.services.clock.monotonic_ns())
+        # Without a successor this only fences; the failover is what later promotes somebody.
+        kind = "fencing" if promoted is None else "failover" if self._loss else "promotion"
         operation = group.operations.open(
-            "failover" if self._loss else "promotion", group=group.name,
+            kind, group=group.name,
             engine=promoted.engine if promoted else fenced, cause=cause, started_ns=seen_ns,
         )  # fmt: skip
         operation.text = decision.sentence
