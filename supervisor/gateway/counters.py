@@ -43,6 +43,7 @@ class ModelCounters:
         self.completed = 0
         self.cancelled = 0
         self.failed = 0
+        self.poisoned = 0
         self.refused: Counter[str] = Counter()
         self.ttft = Histogram(TTFT_BUCKETS_S)
         self.overhead = Histogram(OVERHEAD_BUCKETS_S)
@@ -61,6 +62,7 @@ class ModelCounters:
             completed=self.completed,
             cancelled=self.cancelled,
             failed=self.failed,
+            poisoned=self.poisoned,
             refused=dict(self.refused),
             ttft_buckets=self.ttft.cumulative,
             ttft_sum_s=self.ttft.sum_s,

@@ -15,6 +15,7 @@ __all__ = [
     "CANCEL_LINGER_S",
     "DRAIN_DEADLINE_S",
     "ENGINE_SILENCE_S",
+    "EXPLANATION_S",
     "FIRST_TABLE_GRACE_S",
     "HEAD_TIMEOUT_S",
     "KEEPALIVE_S",
@@ -25,6 +26,9 @@ __all__ = [
     "SAME_ROUTE_LONGEST_S",
     "SOCKET_FLUSH_S",
     "TERM_DEADLINE_S",
+    "TRIAL_FRAMES",
+    "TRIAL_S",
+    "TRIAL_WAIT_S",
     "UPSTREAM_BUFFER_BYTES",
     "Parking",
 ]
@@ -61,6 +65,19 @@ MAX_VIOLATIONS: Final = 5
 
 MAX_FRUITLESS_ATTEMPTS: Final = 10
 """Engines lost in a row, each after it had accepted, without one token."""
+
+EXPLANATION_S: Final = 2.0
+"""How long a request that may be poison waits to hear how the last engine ended: the kernel needs
+up to a second to take a large one down, and until then nobody knows."""
+
+TRIAL_WAIT_S: Final = 5.0
+"""How long a suspect waits for its turn to run beside nobody but cleared ones; then it goes on."""
+
+TRIAL_S: Final = 1.0
+"""An engine that lives this long with a suspect has cleared it (it may only wait for a slot)."""
+
+TRIAL_FRAMES: Final = 2
+"""So many deltas clear it too: the first may only hold what its old engine had committed."""
 
 UPSTREAM_BUFFER_BYTES: Final = 64 << 10
 """Frames of one engine connection that may wait for a slow client before reading stops."""

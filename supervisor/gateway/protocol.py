@@ -97,6 +97,8 @@ class GroupRoute(msgspec.Struct, frozen=True):
     has_batch: bool = False
     batch: RouteTarget | None = None
     created: int = 0  # unix time, for /v1/models
+    crashed: list[str] = []  # the newest instances that ended by their own fault (poison)
+    unexplained: list[str] = []  # instances that died a moment ago, nobody knows yet how
 
 
 class Routes(msgspec.Struct, frozen=True):
@@ -139,6 +141,7 @@ class GroupCounters(msgspec.Struct, frozen=True):
     completed: int = 0
     cancelled: int = 0
     failed: int = 0  # streams that ended with an error event
+    poisoned: int = 0  # requests ended because engines crashed while they had them
     refused: dict[str, int] = {}  # by HTTP status
     ttft_buckets: list[int] = []  # cumulative counts for `supervisor.gateway.TTFT_BUCKETS_S`
     ttft_sum_s: float = 0.0

@@ -3,11 +3,14 @@
 Invariants
     1. A table replaces the old one as a whole and at once; it is in force when `apply` returns.
     2. Epochs only rise, per group, also for a group that was gone in between.
-    3. A waiting request gets a route to *another* (instance, epoch) as soon as there is one, and
+    3. A crash that a table has named is remembered, also when the next supervisor does not know it.
+    4. A waiting request gets a route to *another* (instance, epoch) as soon as there is one, and
        the one it came from only after a while: that engine broke off without being cut.
 """
 
 import asyncio
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -17,6 +20,7 @@ from supervisor.gateway.protocol import GroupRoute, Routes, RouteTarget
 __all__ = ["BATCH_SUFFIX", "RouteTable", "ServedModel"]
 
 BATCH_SUFFIX: Final = ":batch"
+_CRASHES_REMEMBERED: Final = 128  # per group
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,8 @@ class RouteTable:
         self._floors: dict[str, int] = {}
         self._models: dict[str, ServedModel] = {}
         self._waiters: set[asyncio.Future[None]] = set()
+        self._crashed: dict[str, deque[str]] = {}
+        self._unexplained: dict[str, list[str]] = {}
         self.is_known = False
 
     def apply(self, routes: Routes) -> None:
@@ -65,11 +71,28 @@ class RouteTable:
         self.epochs = {route.group: route.epoch for route in routes.groups}
         self._floors |= self.epochs
         self._models = {model.id: model for route in routes.groups for model in _models(route)}
+        self._remember_deaths(routes)
         self.is_known = True
         waiters, self._waiters = self._waiters, set()
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+    def _remember_deaths(self, routes: Routes) -> None:
+        self._unexplained = {route.group: route.unexplained for route in routes.groups}
+        for route in routes.groups:
+            known = self._crashed.setdefault(route.group, deque(maxlen=_CRASHES_REMEMBERED))
+            known.extend(name for name in route.crashed if name not in known)
+
+    def crashes_among(self, group: str, instances: Iterable[str]) -> int:
+        """How many of these engines are known to have crashed."""
+        known = self._crashed.get(group, ())
+        return sum(name in known for name in instances)
+
+    def unexplained_among(self, group: str, instances: Iterable[str]) -> int:
+        """How many of these engines have died, and nobody has said yet how."""
+        known = self._unexplained.get(group, ())
+        return sum(name in known for name in instances)
 
     @property
     def models(self) -> list[ServedModel]:
@@ -105,7 +128,7 @@ class RouteTable:
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not self.is_known:
-            await self._wait_change(deadline)
+            await self.wait_change(deadline)
 
     async def wait_target(
         self,
@@ -139,11 +162,16 @@ class RouteTable:
                 raise TimeoutError
             until = deadline if target is None else min(deadline, same_at)
             try:
-                await self._wait_change(until)
+                await self.wait_change(until)
             except TimeoutError:
                 continue  # the loop looks which of the two times it was
 
-    async def _wait_change(self, until: float) -> None:
+    async def wait_change(self, until: float) -> None:
+        """Wait for the next table; `until` is in the loop's time.
+
+        Raises:
+            TimeoutError: none came.
+        """
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:

@@ -11,7 +11,8 @@ Invariants
     1. At most one connection is open, and it is closed before the next route is asked for.
     2. Every emitted text was complete in one frame of an engine whose route was in force.
     3. A client that is gone is told to the engine (`Cancel`); a lost engine never is.
-    4. The engine is read only when the client has taken what came before, so a slow client costs
+    4. A request that was present when engines crashed ends as poison, or proves itself first.
+    5. The engine is read only when the client has taken what came before, so a slow client costs
        a bounded number of bytes here and stops its own row there.
 """
 
@@ -43,12 +44,14 @@ from supervisor.gateway.errors import (
 )
 from supervisor.gateway.limits import (
     ENGINE_SILENCE_S,
+    EXPLANATION_S,
     MAX_FRUITLESS_ATTEMPTS,
     MAX_VIOLATIONS,
     SAME_ROUTE_FIRST_S,
     SAME_ROUTE_LONGEST_S,
     Parking,
 )
+from supervisor.gateway.poison import Courtroom, Opinion, Suspicion, Trial
 from supervisor.gateway.protocol import GatewayLimits, RouteTarget
 from supervisor.gateway.routes import RouteTable, ServedModel
 from supervisor.gateway.upstream import EngineConnection
@@ -118,6 +121,7 @@ class StreamContext:
     parking: Parking
     live: LiveConnections
     on_first_token: Callable[[str, int, str], None]  # group, epoch, source
+    courtroom: Courtroom = field(default_factory=Courtroom)
 
 
 @dataclass(slots=True)
@@ -163,6 +167,8 @@ class EngineStream:
         self._request_id = secrets.token_hex(16)
         self._delivery = Delivery()
         self._retry = _Retry()
+        self._suspicion = Suspicion()
+        self._was_sent = False  # to the engine of this attempt
         self._source = "fresh"
         self._awaits_first_token = False  # of an attempt behind a loss
         self._deadline: float | None = (
@@ -183,12 +189,50 @@ class EngineStream:
         """
         while True:
             target = await self._next_target()
+            opinion = await self._await_explanation()
+            court = self._context.courtroom
+            is_suspect = opinion is not Opinion.CLEAR
+            async with court.trial(
+                self._suspicion, self._model.group, is_suspect=is_suspect
+            ) as trial:
+                if is_suspect and not self._context.table.is_in_force(self._model.id, target):
+                    continue  # the route has changed while this request waited for its turn
+                try:
+                    return await self._attempt(target, trial)
+                except AttemptFailedError as error:
+                    self._note_failure(target, error)
+                except TimeoutError:
+                    raise self._too_late() from None
+
+    async def _await_explanation(self) -> Opinion:
+        """What is known against this request, once the last death is explained.
+
+        Raises:
+            ApiError: `poison`.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + EXPLANATION_S
+        while True:
+            opinion = self._suspicion.opinion(self._context.table, self._model.group)
+            if opinion is Opinion.POISON:
+                raise self._poison()
+            if opinion is not Opinion.UNEXPLAINED or loop.time() >= until:
+                return opinion
             try:
-                return await self._attempt(target)
-            except AttemptFailedError as error:
-                self._note_failure(target, error)
+                await self._context.table.wait_change(until)
             except TimeoutError:
-                raise self._too_late() from None
+                continue  # looks once more
+
+    def _poison(self) -> ApiError:
+        self._counters.poisoned += 1
+        log.error(
+            "a request is poison model=%s request=%s crashed=%s tokens=%d",
+            self._model.id, self._request_id, self._suspicion.instances,
+            len(self._delivery.token_ids),
+        )  # fmt: skip
+        return ApiError(
+            500, "poison", "engines crashed again and again while they worked on this request"
+        )
 
     async def _next_target(self) -> RouteTarget:
         target = self._context.table.other_target(self._model.id, avoid=self._retry.avoid)
@@ -216,7 +260,8 @@ class EngineStream:
             deadline=self._deadline,
         )
 
-    async def _attempt(self, target: RouteTarget) -> End:
+    async def _attempt(self, target: RouteTarget, trial: Trial) -> End:
+        self._was_sent = False
         connection = await EngineConnection.open(target, deadline=self._deadline)
         live = self._context.live
         try:
@@ -224,9 +269,10 @@ class EngineStream:
             live.cut_stale(self._context.table)  # it may have changed while this one connected
             self._delivery.begin(target.epoch)
             connection.send(self._generate(target))
+            self._was_sent = True
             self.sent_at = self.sent_at or time.perf_counter()
             while True:
-                end = await self._take(target, await self._next_frame(connection))
+                end = await self._take(target, trial, await self._next_frame(connection))
                 if end is not None:
                     connection.close()
                     return end
@@ -261,7 +307,7 @@ class EngineStream:
                 raise
             raise EngineLostError(f"the engine said nothing for {ENGINE_SILENCE_S:g} s") from None
 
-    async def _take(self, target: RouteTarget, frame: EngineFrame) -> End | None:
+    async def _take(self, target: RouteTarget, trial: Trial, frame: EngineFrame) -> End | None:
         if isinstance(frame, GenerateError):
             raise self._refusal(frame)
         step = self._delivery.take(frame)
@@ -270,6 +316,8 @@ class EngineStream:
         if isinstance(step, Started):
             self._started(step)
         elif step.tokens or step.text:
+            if step.tokens:
+                trial.saw_tokens()
             await self._emit(target, step)
         return None
 
@@ -313,6 +361,8 @@ class EngineStream:
             len(self._delivery.token_ids),
         )  # fmt: skip
         retry.note(target, error)
+        if self._was_sent and isinstance(error, EngineLostError | RouteCutError):
+            self._suspicion.lost(target.instance)
         if self._delivery.is_accepted and not isinstance(error, RouteCutError):
             retry.fruitless += 1
         if isinstance(error, StreamViolationError):

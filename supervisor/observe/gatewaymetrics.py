@@ -40,6 +40,7 @@ _COUNTERS: Final = (
     ("completed", "Answers that were completed."),
     ("cancelled", "Requests whose client went away."),
     ("failed", "Streams that ended with an error event."),
+    ("poisoned", "Requests ended because engines kept crashing while they had them."),
 )
 _GAUGES: Final = (
     ("streams_open", "Streams under way."),
