@@ -472,28 +472,27 @@ def test_a_model_larger_than_memory_is_refused_before_any_is_taken(
     tmp_path: Path,
     pool: concurrent.futures.ThreadPoolExecutor,
 ) -> None:
-    folder = giant_checkpoint(tmp_path / "giant")
+    folder = sparse_checkpoint(tmp_path / "giant", vocab_size=1 << 30)
     error = fails_with(daemon, spec_for(folder), pool, "out_of_memory", spec)
     assert "available" in str(error)
 
 
-def giant_checkpoint(folder: Path) -> Path:
-    """Two terabytes of zeros that take no disk: the file is a hole."""
-    vocab = 1 << 31 - 2
+def sparse_checkpoint(folder: Path, *, vocab_size: int) -> Path:
+    """A model of any size that takes no disk: its embedding is a hole in the file."""
     make_checkpoint(folder)
-    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": vocab}
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": vocab_size}
     (folder / "config.json").write_text(json.dumps(config))
     file = folder / "model.safetensors"
     data = file.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
     end = max(entry["data_offsets"][1] for name, entry in header.items() if name[0] != "_")
-    size = vocab * 16 * 4
+    size = vocab_size * 16 * 4
     header["model.embed_tokens.weight"] = {
-        "dtype": "F32", "shape": [vocab, 16], "data_offsets": [end, end + size],
+        "dtype": "F32", "shape": [vocab_size, 16], "data_offsets": [end, end + size],
     }  # fmt: skip
     encoded = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(encoded)) + encoded)
+    file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data[8 + length :])
     os.truncate(file, 8 + len(encoded) + end + size)
     return folder
 
@@ -617,17 +616,24 @@ def test_nobody_but_the_loader_may_publish_commit_or_abort(
 # ------------------------------------------------------------------ deaths
 
 
-def test_a_killed_daemon_takes_its_loader_along(socket_path: Path, tmp_path: Path) -> None:
-    """Killed in the middle of reading: the loader sees the end of its connection and exits."""
-    config = {"vocab_size": 30_000, "hidden_size": 256, "intermediate_size": 64}
-    spec = spec_for(make_checkpoint(tmp_path / "larger", config=config))
+def test_a_killed_daemon_takes_its_loader_and_the_half_filled_memory_along(
+    socket_path: Path, tmp_path: Path
+) -> None:
+    spec = spec_for(sparse_checkpoint(tmp_path / "larger", vocab_size=12_000_000))
     daemon = DaemonProcess(socket_path)
     daemon.load(spec)
-    pid = daemon.stop_loader()
+    wait_until(lambda: has_begun(daemon.status()), "bytes are being read")
+    pid = daemon.loader_pid()
+    assert pid is not None
+    assert weights_in_memory(pid) > 0
     daemon.control.close()
     daemon.kill()
-    os.kill(pid, signal.SIGCONT)
     wait_until(lambda: is_gone(pid), "the loader is gone")
+
+
+def has_begun(status: CacheStatus) -> bool:
+    assert status.state == "loading", "the load was over before it could be looked at"
+    return status.progress is not None and status.progress.bytes_done > 0
 
 
 def is_gone(pid: int) -> bool:
