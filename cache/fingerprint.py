@@ -14,8 +14,10 @@ from typing import Any, Final
 
 import msgspec
 
+from cache.blocks import FP8_BLOCK, is_block_fp8
 from cache.checkpoint import Checkpoint, read_checkpoint
 from cache.errors import UnsupportedModelError, UnsupportedQuantizationError
+from cache.families import FAMILIES
 from cache.protocol import LAYOUT_VERSION, Fingerprint, LoadSpec
 
 __all__ = [
@@ -28,6 +30,8 @@ __all__ = [
 
 LOADER_VERSION: Final = 1
 """Version of how the loader turns a checkpoint into bytes; part of the fingerprint."""
+
+_FP8_BLOCK_METHOD: Final = "fp8-block"
 
 _FLOATING: Final = ("float32", "bfloat16", "float16", "float64")
 
@@ -63,7 +67,7 @@ def fingerprint_of_checkpoint(spec: LoadSpec, checkpoint: Checkpoint) -> Fingerp
         pp_rank=spec.pp_rank,
         dp_size=spec.dp_size,
         ep_size=spec.ep_size,
-        quant_method=_quant_method(config),
+        quant_method=_how_quantised(spec, config),
         quant_config_hash=_quant_hash(config),
         dtype=spec.dtype,
         device_capability=_device_capability(spec.device),
@@ -81,15 +85,20 @@ def check_quantization(spec: LoadSpec, config: dict[str, Any]) -> None:
             cache cannot share without changing what the weights mean.
     """
     method = _quant_method(config)
-    if method == "none" and spec.quantization == "none":
+    allowed = {"none": ("none",), FP8_BLOCK: ("none", _FP8_BLOCK_METHOD)}
+    if method in allowed.get(spec.quantization, ()):
         return
-    if spec.quantization != "none":
+    hint = "use an unquantised checkpoint, or one in block-wise FP8 (E4M3, 128 x 128)"
+    if spec.quantization not in allowed:
         named = f"quantization {spec.quantization!r} in the topology"
+        hint = f"write one of {', '.join(allowed)}"
     else:
         named = f"{spec.model_path} is quantised with {method}"
+        if method == _FP8_BLOCK_METHOD:
+            hint = f"write quantization: {FP8_BLOCK}"
     raise UnsupportedQuantizationError(
-        f"{named}: not on the allow-list for device {spec.device}",
-        hint="use an unquantised checkpoint",
+        f"{named}: not on the allow-list for quantization {spec.quantization}",
+        hint=hint,
         details={"method": method, "quantization": spec.quantization, "device": spec.device},
     )
 
@@ -112,6 +121,11 @@ def check_supported(spec: LoadSpec, config: dict[str, Any]) -> None:
             f"dtype {spec.dtype!r} is none that weights are loaded as",
             hint=f"use one of {', '.join(_FLOATING)}",
         )
+    if spec.quantization != "none" and architectures[0] not in FAMILIES:
+        raise UnsupportedModelError(
+            f"which tensors of {architectures[0]} are linear layers is not known here",
+            hint=f"use quantization: none, or a model of {', '.join(sorted(FAMILIES))}",
+        )
     parallel = {n: getattr(spec, n) for n in ("tp_size", "pp_size", "dp_size", "ep_size")}
     if any(size != 1 for size in parallel.values()):
         raise UnsupportedModelError(
@@ -120,8 +134,16 @@ def check_supported(spec: LoadSpec, config: dict[str, Any]) -> None:
         )
 
 
+def _how_quantised(spec: LoadSpec, config: dict[str, Any]) -> str:
+    """As in the checkpoint, or what the loader makes of it."""
+    method = _quant_method(config)
+    if method == "none" and spec.quantization == FP8_BLOCK:
+        return f"{_FP8_BLOCK_METHOD}-online"
+    return method
+
+
 def _quant_method(config: dict[str, Any]) -> str:
-    """`none`, `fp8-block` for block-wise FP8 checkpoints, else the method's own name."""
+    """`none`, `fp8-block` for the one format that we load, else the method's own name."""
     quant = config.get("quantization_config") or config.get("compression_config")
     if not quant:
         return "none"
@@ -129,7 +151,9 @@ def _quant_method(config: dict[str, Any]) -> str:
         return "unknown"
     method = str(quant.get("quant_method") or "unknown")
     if method == "fp8":
-        return "fp8-block" if quant.get("weight_block_size") else "fp8-per-tensor"
+        if is_block_fp8(quant):
+            return _FP8_BLOCK_METHOD
+        return "fp8-other" if quant.get("weight_block_size") else "fp8-per-tensor"
     return method
 
 
@@ -151,6 +175,8 @@ def _torch_version() -> str:
 @lru_cache(maxsize=4)
 def _device_capability(device: str) -> str:
     machine = platform.machine()
+    if device != "cpu":
+        return f"{device}:{machine}:{'+'.join(_gpu_models())}"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # no features known: still the same on both sides of one machine
@@ -162,3 +188,19 @@ def _device_capability(device: str) -> str:
             flags = set(value.split())
             break
     return ":".join([device, machine, "+".join(f for f in _ISA_FLAGS if f in flags)])
+
+
+def _gpu_models() -> list[str]:
+    """What the NVIDIA driver calls its cards; empty where it does not say.
+
+    Read from /proc, not asked of CUDA: the supervisor computes fingerprints too, and must not
+    initialise a driver that a fork would inherit.
+    """
+    models = set()
+    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        try:
+            lines = file.read_text().splitlines()
+        except OSError:  # hidden from this container: the same for everybody in it
+            continue
+        models |= {line.partition(":")[2].strip() for line in lines if line.startswith("Model:")}
+    return sorted(models)

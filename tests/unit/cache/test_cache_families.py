@@ -20,6 +20,7 @@ MODEL_TYPES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
 VARIANTS: list[dict[str, Any]] = [
@@ -27,6 +28,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"tie_word_embeddings": False},
     {"head_dim": 8},
     {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    {"num_experts": 6, "moe_intermediate_size": 8, "mlp_only_layers": [1]},
+    {"num_local_experts": 4, "moe_intermediate_size": 8, "decoder_sparse_step": 2},
 ]
 
 
