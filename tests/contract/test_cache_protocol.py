@@ -394,6 +394,32 @@ async def test_a_loader_that_lives_on_with_a_writable_mapping_is_ended_and_then_
     held.close()
 
 
+async def test_weights_that_a_stranger_can_still_write_fence_the_cache(
+    service_with: Callable[[str], Awaitable[CacheClient]], spec: LoadSpec, tmp_path: Path
+) -> None:
+    """The loader is gone, and some process it left behind maps the weights writable."""
+    stop = tmp_path / "stop"
+    client = await service_with(
+        "_, fds = call('publish', m)\nimport cache.mapping\n"
+        "x = cache.mapping.Mapping(fds, [os.fstat(fd).st_size for fd in fds], writable=True)\n"
+        "call('commit', Commit(sums, 0.1))\n"
+        "if os.fork() == 0:\n"
+        f"    for _ in range(1000):\n        os.path.exists({str(stop)!r}) and os._exit(0)\n"
+        "        time.sleep(0.02)\n"
+        "    os._exit(1)\n"
+    )
+    await client.load(spec)
+    async with asyncio.timeout(10):
+        while (status := await client.status()).state != "fenced":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    stop.touch()
+    assert status.error is not None
+    assert status.error.code == "seals"
+    with pytest.raises(RemoteError) as caught:
+        await client.attach(spec, timeout_s=5)
+    assert caught.value.stable_code == "seals"
+
+
 async def test_events_carry_state_and_progress(daemon: DaemonProcess, spec: LoadSpec) -> None:
     await asyncio.to_thread(daemon.control.call, "drop", timeout_s=10)
     states: list[CacheStatus] = []
