@@ -362,7 +362,8 @@ class RpcPeer:
             raise ProtocolError("the client sent 256 requests without reading an answer") from None
 
     def _expect_hello(self) -> None:
-        if self.hello is None:
+        # This process may have been stopped meanwhile: a hello that has come by now counts.
+        if self.hello is None and self._queue.empty():
             self.close("no hello in time")
 
     def _lost(self, _reason: UnderstudyError) -> None:
