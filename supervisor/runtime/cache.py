@@ -34,7 +34,7 @@ from cache.wire import Event
 from engines.contract import Descriptors
 from supervisor.core.restart import RestartPolicy
 from supervisor.errors import DeadlineExceededError, StartFailedError
-from supervisor.process import ExitEvidence
+from supervisor.process import ProcessId
 from supervisor.runtime.services import Services, python_module
 from supervisor.runtime.unit import Unit
 
@@ -53,11 +53,18 @@ class Held:
     kv: KvOpened | None = None
     kv_fds: list[int] = field(default_factory=list)
 
+    def close_kv(self) -> None:
+        """Let go of KV and slot table."""
+        fds, self.kv_fds, self.kv = self.kv_fds, [], None
+        for fd in fds:
+            os.close(fd)
+
     def close(self) -> None:
         """Let go of the memory."""
-        for fd in (*self.weights, *self.kv_fds):
+        self.close_kv()
+        fds, self.weights = self.weights, []
+        for fd in fds:
             os.close(fd)
-        self.weights, self.kv_fds, self.kv = [], [], None
 
 
 class CacheUnit(Unit):
@@ -85,39 +92,53 @@ class CacheUnit(Unit):
         self.progress: Progress | None = None
         self._load_timeout_s = load_timeout_s
         self._changed = asyncio.Event()
+        self._holding = asyncio.Lock()  # a second holder at once would leak the first one's
 
     @property
     def is_serving(self) -> bool:
         """Whether engines can attach now."""
         return self.is_alive and self.status is not None and self.status.state == "serving"
 
-    async def start(self) -> None:
-        """Spawn the daemon and bring it to serve: by donation if we hold the memory, else by load.
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to do: it serves and we hold all of it, or it is fenced."""
+        if self.status is None or not self.is_alive:
+            return False
+        return self.status.state == "fenced" or (self.is_serving and self.held is not None)
+
+    async def ensure_serving(self) -> None:
+        """Bring the daemon to serve, from wherever it is: spawn, donate what we hold, or load.
+
+        A daemon that was adopted may be empty, or in the middle of loading.
 
         Raises:
             StartFailedError, DeadlineExceededError: it did not come up, or loading failed.
         """
         self.is_starting = True
         try:
-            self.begin()
-            self.status = None
-            socket = self.services.paths.cache(self.group)
-            self.spawn_process(
-                python_module(
-                    "cache.daemon", "--socket", str(socket), "--instance", self.instance,
-                    "--device", self.load.device, "--load-timeout", f"{self._load_timeout_s:g}",
-                ),
-                with_model=True,
-            )  # fmt: skip
-            await self.join(timeout_s=_START_S)
-            if self.held is not None:
-                await self._donate(self.held)
-            else:
-                await self._load()
+            if not self.is_alive:
+                await self._spawn()
+            state = self.status.state if self.status is not None else "empty"
+            if state in ("empty", "failed"):
+                await (self._donate(self.held) if self.held is not None else self._load())
+            await self._wait_serving()
             await self.hold()
         finally:
             self.is_starting = False
         self._on_change()
+
+    async def _spawn(self) -> None:
+        self.begin()
+        self.status = None
+        socket = self.services.paths.cache(self.group)
+        self.spawn_process(
+            python_module(
+                "cache.daemon", "--socket", str(socket), "--instance", self.instance,
+                "--device", self.load.device, "--load-timeout", f"{self._load_timeout_s:g}",
+            ),
+            with_model=True,
+        )  # fmt: skip
+        await self.join(timeout_s=_START_S)
 
     async def join(self, *, timeout_s: float) -> None:
         """Connect to the daemon (just spawned, or adopted)."""
@@ -177,28 +198,39 @@ class CacheUnit(Unit):
 
     async def hold(self) -> None:
         """Take duplicates of everything that the daemon serves and that we do not hold yet."""
-        status = await self.refresh()
-        if status.state != "serving" or status.fingerprint is None:
-            return
-        if self.held is None:
-            attach = Attach(self.load, status.fingerprint, timeout_s=_CALL_S)
-            raw, fds = await self.call_with_fds("attach", attach, timeout_s=_CALL_S)
-            self.held = Held(msgspec.json.decode(raw, type=Attached).manifest, fds)
-        if self.held.kv is None and status.kv is not None:
-            raw, fds = await self.call_with_fds("kv.open", KvOpen(status.kv), timeout_s=_CALL_S)
-            self.held.kv, self.held.kv_fds = msgspec.json.decode(raw, type=KvOpened), fds
+        async with self._holding:
+            status = await self.refresh()
+            if status.state != "serving" or status.fingerprint is None:
+                return
+            self._let_go_of_the_past(status)
+            if self.held is None:
+                attach = Attach(self.load, status.fingerprint, timeout_s=_CALL_S)
+                raw, fds = await self.call_with_fds("attach", attach, timeout_s=_CALL_S)
+                self.held = Held(msgspec.json.decode(raw, type=Attached).manifest, fds)
+            if self.held.kv is None and status.kv is not None:
+                opening = KvOpen(status.kv)
+                raw, fds = await self.call_with_fds("kv.open", opening, timeout_s=_CALL_S)
+                self.held.kv, self.held.kv_fds = msgspec.json.decode(raw, type=KvOpened), fds
+
+    def _let_go_of_the_past(self, status: CacheStatus) -> None:
+        """The daemon serves other memory now: what we hold would only keep the old copy alive."""
+        if self.held is not None and self.held.manifest.fingerprint != status.fingerprint:
+            self.held.close()
+            self.held = None
+        if self.held is not None and self.held.kv and self.held.kv.geometry != status.kv:
+            self.held.close_kv()
 
     def take_donation(self, found: Descriptors, fds: list[int]) -> None:
         """Hold what an engine gave us, because daemon and former supervisor are both gone."""
         count = len(found.manifest.extent_bytes)
         self.held = Held(found.manifest, fds[:count], found.kv, fds[count:])
 
-    def on_death(self, evidence: ExitEvidence) -> None:
+    def on_death(self, process: ProcessId) -> None:
         """Engines go on; the memory lives as long as anybody holds it."""
         self.status = None
         self._changed.set()
         self.services.metrics.set_cache(self.group, None)
-        self.note_death(evidence)
+        self.note_death(process)
 
     def close(self) -> None:
         """Let go of the memory; without engines and daemon it is free now."""
@@ -216,8 +248,8 @@ class CacheUnit(Unit):
         for fd in fds:
             os.close(fd)
         if event.name == "state":
-            self._take(msgspec.json.decode(event.params, type=CacheStatus))
-            if self.status is not None and self.status.kv is not None:
+            status = self._take(msgspec.json.decode(event.params, type=CacheStatus))
+            if status.state == "serving":
                 self.in_background(self._hold_quietly())
         elif event.name == "progress":
             self._report(msgspec.json.decode(event.params, type=Progress))
