@@ -310,7 +310,8 @@ class Run:
         self._tell(f"fault: {label}")
 
     def _command(self, step: CommandStep) -> None:
-        self._remember()
+        if step.do != "start_supervisor":  # it follows a fault, with which the next step compares
+            self._remember()
         at_ns = time.monotonic_ns()
         if step.do == "start_supervisor":
             status, text = self._start_supervisor()
