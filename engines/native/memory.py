@@ -12,6 +12,7 @@ import os
 from typing import Final, Protocol
 
 from cache.arena import backend_for
+from cache.errors import StaleEpochError
 from cache.mapping import Mapping
 from cache.protocol import KvGeometry, KvOpened
 from cache.slots import SlotTable
@@ -79,7 +80,11 @@ class SharedMemory:
         """See `ServingMemory`."""
         self._table_mapping.protect(writable=True)
         before = self.table.writer
-        self.table.claim(epoch, own_identity())
+        try:
+            self.table.claim(epoch, own_identity())
+        except StaleEpochError:  # somebody newer was here: stay the reader that we were
+            self._table_mapping.protect(writable=False)
+            raise
         if self._device.is_cuda:  # on the host the fence is enough: nothing works in background
             self._predecessor = FencedWriter.of(before)
         self._kv_mapping.protect(writable=True)

@@ -572,6 +572,7 @@ def test_a_start_that_cannot_work_is_one_line_and_status_1(tmp_path: Path) -> No
 
 READER = """
 import os, sys, torch
+from cache.errors import StaleEpochError
 from cache.protocol import KvGeometry, KvOpened
 from cache.slots import SlotTable
 from cache.mapping import Mapping
@@ -584,7 +585,7 @@ os.ftruncate(kv, g.total_bytes)
 os.ftruncate(table, table_bytes)
 with Mapping([table], [table_bytes], writable=True) as formatted:
     SlotTable.format(formatted.view(), 2, 64)
-memory = SharedMemory(KvOpened(g, [g.total_bytes], table_bytes), [kv], table, chunk_tokens=64)
+memory = SharedMemory(KvOpened(g, [g.total_bytes], table_bytes), [kv], table)
 inactive = memory.kv.decode_rows(torch.zeros(2, dtype=torch.int64), torch.tensor([False, False]))
 active = memory.kv.decode_rows(torch.zeros(2, dtype=torch.int64), torch.tensor([True, False]))
 values = torch.ones(4, 32)
@@ -599,8 +600,13 @@ if sys.argv[1] == "writer":
     memory.drop_to_reader()
 print("so far", flush=True)
 if sys.argv[1] == "table":
-    memory.table.free(0)
-    memory.table.claim(9)
+    memory.raise_to_writer(9)
+    memory.drop_to_reader()
+    try:
+        memory.raise_to_writer(8)
+    except StaleEpochError:
+        memory.table.free(0)
+    print("never", flush=True)
 memory.kv.flat.index_copy_(0, active[0, 0], values)
 print("never", flush=True)
 """
