@@ -2,7 +2,8 @@
 
 A ticker asks to be woken every `interval_s`; what it is late by is the lag. A stall is a lag of
 `stall_s` or more: a blocking call, a starved machine, or a supervisor that was itself stopped
-(CLOCK_MONOTONIC goes on meanwhile).
+(CLOCK_MONOTONIC goes on meanwhile). `running_ns` is the clock for deadlines: it stands still during
+a stall (beyond its first `stall_s`), because whoever was asked could not be heard either.
 """
 
 import asyncio
@@ -40,6 +41,7 @@ class LoopLag:
         self._handle: asyncio.TimerHandle | None = None
         self._last_stall_end_ns = -1
         self._peaks: deque[tuple[int, int]] = deque()  # (when, lag), lags falling
+        self._stalled_ns = 0  # all stalls so far
         self.stalls = 0
 
     def start(self) -> None:
@@ -72,6 +74,20 @@ class LoopLag:
         now_ns = self._clock_ns()
         return self._last_stall_end_ns >= ns or self._overdue_ns(now_ns) >= self._stall_ns
 
+    def stalled_within(self, seconds: float) -> bool:
+        """Whether the loop was stalled within the last `seconds`, this moment included."""
+        return self.stalled_since(self._clock_ns() - int(seconds * 1e9))
+
+    def running_ns(self) -> int:
+        """CLOCK_MONOTONIC without the time that the loop did not run; never goes back.
+
+        Called for every deadline that somebody else must keep: also in the first callback behind a
+        stall, before the ticker itself had its turn.
+        """
+        now_ns = self._clock_ns()
+        overdue_ns = self._overdue_ns(now_ns)
+        return now_ns - self._stalled_ns - max(0, overdue_ns - self._stall_ns)
+
     def tick(self) -> None:
         """Take one measurement; called by the timer, and by tests with their own clock."""
         now_ns = self._clock_ns()
@@ -83,6 +99,7 @@ class LoopLag:
         self._peaks.append((now_ns, lag_ns))
         if lag_ns >= self._stall_ns:
             self._last_stall_end_ns = now_ns
+            self._stalled_ns += lag_ns - self._stall_ns
             self.stalls += 1
             if self._on_stall is not None:
                 self._on_stall(lag_ns / 1e9)

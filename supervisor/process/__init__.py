@@ -32,6 +32,7 @@ from supervisor.process.identity import (
     state_id_of,
 )
 from supervisor.process.reaper import Reaped, become_subreaper, reap_orphans
+from supervisor.process.reserve import RESERVE, DescriptorReserve, spare
 from supervisor.process.spawn import Child, spawn
 from supervisor.process.stat import (
     ProcStat,
@@ -48,8 +49,10 @@ from supervisor.process.tree import KillReport, ProcessTree, find_members, kill_
 __all__ = [
     "MARKER_VARIABLE",
     "MARKER_WIDTH",
+    "RESERVE",
     "BootId",
     "Child",
+    "DescriptorReserve",
     "EvidenceKind",
     "ExitEvidence",
     "ExitProbe",
@@ -86,6 +89,7 @@ __all__ = [
     "reap_orphans",
     "sched_delta",
     "signal_process",
+    "spare",
     "spawn",
     "state_id_of",
 ]

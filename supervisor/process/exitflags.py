@@ -28,6 +28,7 @@ from typing import Final
 
 from supervisor.process.errors import ProcessGoneError, ProcessNotReadableError
 from supervisor.process.identity import ProcessId, is_same
+from supervisor.process.reserve import spare
 from supervisor.process.stat import (
     STAT_BYTES,
     StatHead,
@@ -93,8 +94,10 @@ class ExitProbe:
 
     def _open(self) -> None:
         task = f"/proc/{self.process.pid}/task"
-        self._task_fd = os.open(task, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._stat_fd = os.open(f"{self.process.pid}/stat", os.O_RDONLY, dir_fd=self._task_fd)
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        self._task_fd = spare(lambda: os.open(task, flags | os.O_DIRECTORY))
+        stat = f"{self.process.pid}/stat"
+        self._stat_fd = spare(lambda: os.open(stat, flags, dir_fd=self._task_fd))
         if not is_same(self.process):  # after the opens, see invariant 1
             raise ProcessGoneError(self.process)
 
@@ -148,7 +151,7 @@ class ExitProbe:
 
     def _thread_ids(self) -> list[str]:
         try:
-            return os.listdir(self._task_fd)  # noqa: PTH208 -- a descriptor, not a path
+            return spare(lambda: os.listdir(self._task_fd))  # noqa: PTH208 -- a descriptor, not a path
         except _GONE_ERRORS:
             return []  # reaped between two looks; the leader's ESRCH is what counts
 
@@ -181,6 +184,8 @@ class Watch:
         self.last_alive_ns: int | None = None
         """When a look last found the process alive: a death is at most one interval younger."""
         self.is_cancelled = False
+        self.is_failing = False
+        """Whether the last look ended in an error, which was reported when it began."""
 
     @property
     def process(self) -> ProcessId:
@@ -263,6 +268,14 @@ class ExitWatcher:
             entry.cancel()
         self._watches.clear()
 
+    def _report(self, entry: Watch, error: Exception) -> None:
+        """Once: a look that fails is tried again two hundred times a second."""
+        if not entry.is_failing:
+            entry.is_failing = True
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"watching {entry.process} failed", "exception": error}
+            )
+
     def _arm(self) -> None:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._interval_s, self._tick)
@@ -276,9 +289,9 @@ class ExitWatcher:
             try:
                 entry.look(now_ns)
             except Exception as error:  # noqa: BLE001 -- one caller's bug must not blind us to the rest
-                asyncio.get_running_loop().call_exception_handler(
-                    {"message": f"watching {entry.process} failed", "exception": error}
-                )
+                self._report(entry, error)
+            else:
+                entry.is_failing = False
         self._watches = [entry for entry in self._watches if not entry.is_cancelled]
         if self._watches and self._timer is None:
             self._arm()

@@ -15,7 +15,7 @@ safe only because weights are mapped read-only and each KV slot has one writer p
 import asyncio
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,8 +48,16 @@ class FenceEvidence:
         return (self.proven_ns - self.started_ns) / 1e6
 
 
-async def fence(target: ProcessTree | ProcessHandle, *, timeout_s: float) -> FenceEvidence:
+async def fence(
+    target: ProcessTree | ProcessHandle,
+    *,
+    timeout_s: float,
+    running_ns: Callable[[], int] = time.monotonic_ns,
+) -> FenceEvidence:
     """SIGKILL a whole tree and prove that none of it runs again.
+
+    `running_ns` is the clock of the deadline: one that stands still while this process does not
+    run keeps a stopped supervisor from calling a fence failed that it did not look at.
 
     Called by the `Fence` action, once, after the route is cut and before any promotion; calling
     it again is harmless. A root that is already dead costs one scan of /proc, a living one two.
@@ -61,7 +69,7 @@ async def fence(target: ProcessTree | ProcessHandle, *, timeout_s: float) -> Fen
         ValueError: the root is this process or one of its ancestors.
     """
     tree = target.tree if isinstance(target, ProcessHandle) else target
-    operation = _Fence(tree, timeout_s)
+    operation = _Fence(tree, timeout_s, running_ns)
     try:
         return await operation.run()
     finally:
@@ -71,10 +79,11 @@ async def fence(target: ProcessTree | ProcessHandle, *, timeout_s: float) -> Fen
 class _Fence:
     """One fence under way: a probe for every member found so far."""
 
-    def __init__(self, tree: ProcessTree, timeout_s: float) -> None:
+    def __init__(self, tree: ProcessTree, timeout_s: float, running_ns: Callable[[], int]) -> None:
         self._tree = tree
         self._started_ns = time.monotonic_ns()
-        self._deadline_ns = self._started_ns + round(timeout_s * 1e9)
+        self._running_ns = running_ns
+        self._deadline_ns = running_ns() + round(timeout_s * 1e9)
         self._probes: dict[ProcessId, ExitProbe] = {}
         self._scans = 0
 
@@ -92,7 +101,7 @@ class _Fence:
         while found := await self._scan() - self._probes.keys():
             self._kill(found)
             await self._wait_all_dead()
-            if time.monotonic_ns() >= self._deadline_ns:  # it multiplies as fast as we kill
+            if self._running_ns() >= self._deadline_ns:  # it multiplies as fast as we kill
                 raise self._not_proven([self._probes[process] for process in found])
         return FenceEvidence(
             root=self._tree.root,
@@ -125,7 +134,7 @@ class _Fence:
     async def _wait_all_dead(self) -> None:
         async with Ticker(_POLL_S) as ticker:
             while alive := [p for p in self._probes.values() if p.poll() is None]:
-                if time.monotonic_ns() >= self._deadline_ns:
+                if self._running_ns() >= self._deadline_ns:
                     raise self._not_proven(alive)
                 await ticker.next()
 

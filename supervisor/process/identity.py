@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final, NewType
 
 from supervisor.process.errors import ProcessGoneError, ProcessNotReadableError
+from supervisor.process.reserve import spare
 from supervisor.process.stat import read_stat
 
 __all__ = [
@@ -119,7 +120,7 @@ def open_pidfd(process: ProcessId) -> int:
         ProcessNotReadableError: the system has no descriptor left, or refuses.
     """
     try:
-        pidfd = os.pidfd_open(process.pid)
+        pidfd = spare(lambda: os.pidfd_open(process.pid))
     except ProcessLookupError:
         raise ProcessGoneError(process) from None
     except OSError as error:
@@ -167,7 +168,7 @@ def parse_marker(environ: bytes) -> Marker | None:
 def read_marker(pid: int) -> Marker | None:
     """The marker that a process carries. None: no marker, gone, a zombie, or not ours to read."""
     try:
-        fd = os.open(f"/proc/{pid}/environ", os.O_RDONLY | os.O_CLOEXEC)
+        fd = spare(lambda: os.open(f"/proc/{pid}/environ", os.O_RDONLY | os.O_CLOEXEC))
     except OSError:
         return None
     environ = bytearray()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from supervisor.process.errors import ProcParseError
+from supervisor.process.reserve import spare
 
 __all__ = [
     "DEAD_FLAGS",
@@ -128,7 +129,7 @@ def read_bytes(path: str, *, limit_bytes: int = STAT_BYTES, dir_fd: int | None =
     Raises:
         OSError: FileNotFoundError or ProcessLookupError when the process is gone.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=dir_fd)
+    fd = spare(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=dir_fd))
     try:
         return os.read(fd, limit_bytes)
     finally:
@@ -147,7 +148,7 @@ def read_stat(pid: int) -> ProcStat | None:
 def _each_thread(pid: int, leaf: str) -> Iterator[tuple[int, bytes]]:
     """`leaf` of every thread that is there when its turn comes."""
     try:
-        tids = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 -- a Path per thread is half the cost
+        tids = spare(lambda: os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 -- a Path per thread is half the cost
     except (FileNotFoundError, ProcessLookupError):
         return
     for tid in tids:

@@ -10,6 +10,8 @@ import os
 from types import TracebackType
 from typing import Final, Self
 
+from supervisor.process.reserve import spare
+
 __all__ = ["Ticker"]
 
 _CLOCK_MONOTONIC: Final = 1
@@ -51,7 +53,8 @@ class Ticker:
         """
         seconds, nanoseconds = divmod(max(1, round(self._interval_s * _NANOSECONDS)), _NANOSECONDS)
         every = _Timespec(seconds, nanoseconds)
-        self._fd = _checked(_libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+        flags = os.O_NONBLOCK | os.O_CLOEXEC
+        self._fd = spare(lambda: _checked(_libc.timerfd_create(_CLOCK_MONOTONIC, flags)))
         spec = _Itimerspec(every, every)
         _checked(_libc.timerfd_settime(self._fd, 0, ctypes.byref(spec), None))
         asyncio.get_running_loop().add_reader(self._fd, self._fire)

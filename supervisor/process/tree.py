@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from supervisor.process.errors import ProcessNotReadableError
 from supervisor.process.identity import Marker, ProcessId, own_boot_id, read_marker, signal_process
+from supervisor.process.reserve import spare
 from supervisor.process.stat import ProcStat, read_stat
 
 __all__ = [
@@ -59,7 +60,8 @@ class KillReport:
 
 def list_pids() -> list[int]:
     """The pids that /proc shows now."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 -- names only
+    names = spare(lambda: os.listdir("/proc"))  # noqa: PTH208 -- names only
+    return [int(name) for name in names if name.isdigit()]
 
 
 def read_table(pids: Iterable[int]) -> dict[int, ProcStat]:

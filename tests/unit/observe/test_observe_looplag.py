@@ -74,6 +74,32 @@ async def test_old_lag_is_forgotten_after_a_minute() -> None:
     lag.stop()
 
 
+async def test_the_running_clock_stands_still_during_a_stall() -> None:
+    clock = Clock()
+    lag = await started(clock)
+    before = lag.running_ns()
+    clock.advance(20)
+    lag.tick()
+    clock.advance(20 + 10_000)
+    assert lag.running_ns() - before == 140 * MS, "before the ticker had its turn"
+    lag.tick()
+    assert lag.running_ns() - before == 140 * MS
+    clock.advance(20)
+    lag.tick()
+    assert lag.running_ns() - before == 160 * MS
+    lag.stop()
+
+
+async def test_an_ordinary_delay_counts_as_running() -> None:
+    clock = Clock()
+    lag = await started(clock)
+    before = lag.running_ns()
+    clock.advance(20 + 90)
+    lag.tick()
+    assert lag.running_ns() - before == 110 * MS
+    lag.stop()
+
+
 async def test_a_blocking_call_on_a_real_loop_is_a_stall() -> None:
     stalls: list[float] = []
     lag = LoopLag(interval_s=0.01, stall_s=0.1, on_stall=stalls.append)
