@@ -7,7 +7,8 @@ every client; the last 100 records are kept for a client that comes later.
 Invariants
     1. Exactly one thread: a fork copies only the calling thread, and a lock that another one held
        would be held for ever. The zygote refuses to listen otherwise.
-    2. It never computes, maps no arena and holds no descriptor of one.
+    2. It never computes, maps no arena and holds no descriptor of one. CUDA is not touched: a
+       process that has initialised it cannot fork others that use it.
     3. A client that does not read is cut off; it never blocks the others or a fork.
     4. SIGTERM ends the zygote and leaves the children alone.
 """
@@ -54,6 +55,7 @@ from engines.contract import (
 )
 from engines.native.threads import check_environment, thread_count
 from engines.zygote_child import become_child, check_marker
+from engines.zygote_gpu import GPU_ENVIRONMENT, opened_gpu_files, warm_gpu_libraries
 
 if TYPE_CHECKING:
     from _typeshed import HasFileno
@@ -101,6 +103,12 @@ class ThreadsFoundError(UnderstudyError):
     code = "threads_found"
 
 
+class DeviceTouchedError(UnderstudyError):
+    """Something imported opened the GPU, so no fork could use it."""
+
+    code = "device_touched"
+
+
 class Zygote:
     """The server loop. One thread, one selector, no asyncio."""
 
@@ -119,6 +127,8 @@ class Zygote:
         """Listen, serve, return after SIGTERM."""
         if thread_count() != 1:
             raise ThreadsFoundError(f"{thread_count()} threads after the imports, not one")
+        if opened := opened_gpu_files():
+            raise DeviceTouchedError(f"{', '.join(opened)} opened during the imports")
         self._catch_sigterm()
         path = Path(self._spec.control_socket)
         self._listener = listen_unix(path)
@@ -320,6 +330,8 @@ def _prepare(spec: ZygoteSpec) -> "Skeleton":
     torch.set_num_threads(1)
     _ = engines.native.main
     skeleton = build_skeleton(spec.load)
+    if spec.load.device != "cpu":
+        warm_gpu_libraries(spec.load)
     # Everything so far is shared with every child: never let a collection write into those pages.
     gc.collect()
     gc.freeze()
@@ -337,6 +349,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ProtocolError("usage: python -m engines.zygote SPECFILE")
         check_environment()
         spec: Any = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=ZygoteSpec)
+        os.environ.update(GPU_ENVIRONMENT)
         skeleton = _prepare(spec)
         ready_ms = (time.monotonic() - began_s) * 1e3
         Zygote(spec, skeleton, ready_ms=ready_ms).serve()

@@ -11,7 +11,7 @@ if it does not, the decode step goes over to `dense` (`DecodeExperts`). Prefill 
 request alone in chunks of one shape, so it is always grouped on a GPU.
 
 Block-wise FP8 experts (`gate_up_proj_scale_inv`, `down_proj_scale_inv`): torch has no grouped
-product with 128 x 128 scales, so a kernel of ours does it on a GPU (`grouped_fp8`); elsewhere
+product with 128 x 128 scales, so a kernel of ours does it on a GPU (`fp8_kernels`); elsewhere
 they are dequantised for each call, which is right and slow.
 """
 
@@ -96,13 +96,13 @@ def _grouped(
     ends = torch.searchsorted(by_expert, edges, right=True).to(torch.int32)
     taken = rows[order // k]
     if module.gate_up_proj.dtype is torch.float8_e4m3fn and rows.is_cuda:
-        from engines.native.grouped_fp8 import grouped_fp8
+        from engines.native.fp8_kernels import grouped
 
         most = rows.shape[0]
-        both = grouped_fp8(
+        both = grouped(
             taken, module.gate_up_proj, module.gate_up_proj_scale_inv, ends, most_rows=most
         )
-        out = grouped_fp8(
+        out = grouped(
             _gate(module, both), module.down_proj, module.down_proj_scale_inv, ends, most_rows=most
         )
     else:

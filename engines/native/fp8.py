@@ -8,6 +8,7 @@ On the CPU, which has no such product, weights are dequantised for each call: ri
 there for tests.
 """
 
+import importlib.util
 import weakref
 from typing import Final
 
@@ -19,6 +20,7 @@ __all__ = ["BLOCK", "Fp8Linear", "dequantise", "quantise_rows"]
 
 BLOCK: Final = 128
 _LARGEST: Final = 448.0  # of float8_e4m3fn
+_has_triton: Final = importlib.util.find_spec("triton") is not None
 _SMALLEST_SCALE: Final = 1e-12
 """A row of zeros has some scale: dividing by zero would make it NaN."""
 
@@ -41,10 +43,14 @@ def quantise_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Scales lie column by column in memory: the product takes them in no other order.
     """
+    if values.is_cuda and _has_triton:
+        from engines.native.fp8_kernels import quantise
+
+        return quantise(values.contiguous())
     rows, columns = values.shape
     parts = values.view(rows, columns // BLOCK, BLOCK).to(torch.float32)
     scale = parts.abs().amax(dim=-1).div_(_LARGEST).clamp_(min=_SMALLEST_SCALE)
-    narrow = parts.div_(scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
+    narrow = (parts / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
     return narrow.view(rows, columns), scale.t().contiguous().t()
 
 

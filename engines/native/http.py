@@ -49,6 +49,11 @@ _GAUGES: Final = {
     "queued": "Requests that wait for a slot.",
     "paused": "Rows whose gateway does not read.",
 }
+_DEVICE_GAUGES: Final = {
+    "reserved_bytes": "GPU memory of this process beside the shared arenas and its context.",
+    "free_bytes": "GPU memory that nobody uses.",
+    "total_bytes": "GPU memory there is.",
+}
 
 
 class MeterCollector(Collector):
@@ -78,6 +83,9 @@ class MeterCollector(Collector):
             "cache_registered", "1 when known to the cache daemon.", labels, values,
             status.cache_registered,
         )  # fmt: skip
+        for name, text in _DEVICE_GAUGES.items():
+            amount = getattr(meter.device_memory, name, 0)
+            yield _gauge(f"device_{name}", text, labels, values, amount)
         yield _steps(meter, labels, values)
 
 

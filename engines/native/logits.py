@@ -43,10 +43,9 @@ class Choice(NamedTuple):
         """Whether the largest logit wins."""
         return self.temperature < GREEDY_BELOW
 
-    @property
-    def is_cut(self) -> bool:
+    def is_cut(self, vocabulary: int) -> bool:
         """Whether only some of the tokens take part."""
-        return self.top_k > 0 or self.top_p < 1.0
+        return 0 < self.top_k < vocabulary or self.top_p < 1.0
 
 
 class Logits(Protocol):
@@ -122,8 +121,9 @@ class DeviceChooser:
             found[one.row] = greedy[one.row] if finite[one.row] else None
         if weights is not None:
             good = [one for one in sampled if finite[one.row]]
-            plain = [one for one in good if not one.is_cut]
-            cut = [one for one in good if one.is_cut]
+            vocabulary = logits.shape[1]
+            plain = [one for one in good if not one.is_cut(vocabulary)]
+            cut = [one for one in good if one.is_cut(vocabulary)]
             if plain:
                 found |= self._choose_plain(weights, plain)
             for one in cut:

@@ -3,8 +3,9 @@
 `run` is where a fork of the zygote and a cold start meet. It never returns: the process ends with
 `os._exit`, because a model thread inside a computation cannot be joined.
 
-Exit status: 0 after an orderly shutdown, 1 when start-up failed (one line on stderr says why) or
-the model thread died of a bug.
+Exit status: 0 after an orderly shutdown, 1 when start-up failed or the model thread died, of a bug
+or of its device; one line on stderr says why. After a CUDA error nothing of the process is used
+again: its context is lost, and only its own.
 """
 
 import asyncio
@@ -18,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn, TypeVarTuple
+
+import torch
 
 from cache.errors import UnderstudyError
 from engines.contract import (
@@ -124,6 +127,7 @@ class EngineProcess:
             start_ms=self._start_ms,
             cache_registered=self._link.is_registered if self._link else False,
             error=self._error,
+            device_memory=meter.device_memory,
         )
 
     def role_taken(self, assumed: Assumed) -> None:
@@ -208,11 +212,13 @@ class EngineProcess:
         self._control.notify_state()
 
     def _start_failed(self, error: BaseException) -> None:
-        code = error.stable_code if isinstance(error, UnderstudyError) else type(error).__name__
+        code = error.stable_code if isinstance(error, UnderstudyError) else _code_of(error)
+        if code == "engine_failed":
+            code = type(error).__name__
         self._fail(f"error: {code}: {error}")
 
     def _model_died(self, error: BaseException) -> None:
-        self._fail(f"error: engine_failed: the model thread died: {error!r}")
+        self._fail(f"error: {_code_of(error)}: the model thread died: {error!r}")
 
     def _fail(self, line: str) -> None:
         os.write(2, (" ".join(line.split()) + "\n").encode())
@@ -251,6 +257,14 @@ class EngineProcess:
             self._link.close()
         await self._http.close()
         self._control.close()
+
+
+def _code_of(error: BaseException) -> str:
+    """What the line on stderr calls it. A CUDA error is for good: the context is lost with it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "device_out_of_memory"
+    is_cuda = "CUDA" in str(error) or "cudnn" in str(error).lower()
+    return "device_failed" if is_cuda and isinstance(error, RuntimeError) else "engine_failed"
 
 
 def run(spec: EngineSpec, skeleton: Skeleton | None = None) -> NoReturn:

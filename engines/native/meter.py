@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
-from engines.contract import ProgressPage
+from engines.contract import DeviceMemory, ProgressPage
 
 __all__ = ["STEP_BUCKETS_S", "Counters", "Meter"]
 
@@ -45,6 +45,7 @@ class Meter:
         self.parked = 0
         self.queued = 0
         self.paused = 0
+        self.device_memory: DeviceMemory | None = None
         self._page = page
         self._started_ns = 0
 

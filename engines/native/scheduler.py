@@ -63,6 +63,7 @@ _NOT_SERVING: Final = GenerateError(
 )
 
 
+_MEMORY_INTERVAL_S: Final = 5.0
 _SETTLE_POLL_S: Final = 0.005
 """How often requests that wait for the end of a fenced predecessor look for it."""
 
@@ -105,6 +106,7 @@ class Scheduler:
         self._canaries: deque[tuple[RunCanary, Iterator[CanaryResult | None]]] = deque()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = False
+        self._look_at_memory_s = 0.0
         self._may_capture = model.device.is_cuda
         self.role: Role = "none"  # read by the event loop, written here
         self.epoch = 0
@@ -464,6 +466,10 @@ class Scheduler:
         self._keeper.free(row)
 
     def _publish(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._look_at_memory_s:
+            self._look_at_memory_s = now_s + _MEMORY_INTERVAL_S
+            self._meter.device_memory = self._model.device.memory()
         decoding = self._keeper.in_state(RowState.DECODE)
         self._meter.publish(
             active=len(decoding) + len(self._keeper.in_state(RowState.PREFILL)),

@@ -10,10 +10,7 @@ from typing import Final
 from supervisor.topology.findings import Issue
 from supervisor.topology.schema import Topology
 
-__all__ = ["MAX_TENSOR_PARALLEL", "SUPPORTS_CUDA", "unsupported"]
-
-SUPPORTS_CUDA: Final[bool] = False
-"""The cuda arena backend of the cache exists."""
+__all__ = ["MAX_TENSOR_PARALLEL", "unsupported"]
 
 MAX_TENSOR_PARALLEL: Final[int] = 1
 """Ranks of one engine."""
@@ -23,10 +20,6 @@ def unsupported(topology: Topology) -> Iterator[Issue]:
     """Correct wishes that this build cannot fulfil."""
     for index, group in enumerate(topology.groups):
         place = ("groups", index)
-        for number, device in enumerate(group.devices):
-            if device != "cpu" and not SUPPORTS_CUDA:
-                what = f"device {device} is not supported yet by this build"
-                yield Issue((*place, "devices", number), what, "write cpu")
         if group.tensor_parallel > MAX_TENSOR_PARALLEL:
             what = f"tensor_parallel {group.tensor_parallel} is not supported yet by this build"
             instead = f"write {MAX_TENSOR_PARALLEL}"

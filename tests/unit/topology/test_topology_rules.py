@@ -194,13 +194,10 @@ def test_batch_rules_without_a_batch_engine_are_a_warning(site: Site) -> None:
     assert (finding.line, finding.severity) == (14, Severity.WARNING)
 
 
-def test_cuda_is_not_supported_yet(site: Site) -> None:
-    findings = [f for f in site.check({"[cpu]": "['cuda:0']"}) if "yet" in f.what]
-    assert told(findings) == [
-        (
-            9,
-            "groups[0].devices[0]",
-            "device cuda:0 is not supported yet by this build",
-            "write cpu",
-        )
+def test_one_gpu_is_supported_and_two_are_not_yet(site: Site) -> None:
+    one = site.check({"[cpu]": "['cuda:0']"})
+    assert not [f for f in one if "yet" in f.what]
+    two = site.check({"[cpu]": "['cuda:0', 'cuda:1']\n    tensor_parallel: 2"})
+    assert [f.what for f in two if "yet" in f.what] == [
+        "tensor_parallel 2 is not supported yet by this build"
     ]

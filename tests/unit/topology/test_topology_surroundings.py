@@ -217,8 +217,8 @@ def test_a_cache_client_whose_socket_is_there(site: Site, tmp_path: Path) -> Non
 
 def devices_found(site: Site, device: str, gpus: set[int]) -> list[str]:
     findings = site.check({"[cpu]": f"['{device}']"}, machine=FakeMachine(gpus=frozenset(gpus)))
-    assert {(f.line, f.path) for f in findings} == {(9, "groups[0].devices[0]")}
-    return [f.what for f in findings if "yet" not in f.what]
+    assert {(f.line, f.path) for f in findings} <= {(9, "groups[0].devices[0]")}
+    return [f.what for f in findings]
 
 
 def test_cuda_on_a_machine_without_a_gpu(site: Site) -> None:
