@@ -74,6 +74,12 @@ class Controller(Protocol):
     async def restart(self, engine: str) -> Operation:
         """An engine is replaced by a new process."""
 
+    async def fence(self, engine: str, confirm: bool) -> Operation:
+        """The operator attests that an UNKILLABLE engine can never act again.
+
+        Without `confirm` a PreconditionError says what would be attested.
+        """
+
     async def pause(self) -> Operation:
         """From now on nothing is started, stopped or promoted automatically."""
 
@@ -81,7 +87,10 @@ class Controller(Protocol):
         """Automation goes on."""
 
     async def ack(self, group: str | None) -> Operation:
-        """The operator has seen it: a BLOCKED group may fail over by judgement again."""
+        """The operator has seen it: a BLOCKED group may fail over by judgement again.
+
+        Whatever has given up (FATAL engines, the zygote) is tried again too.
+        """
 
     async def stop(self) -> Operation:
         """Begin to stop everything, and return: the answer must still reach the caller."""

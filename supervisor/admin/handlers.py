@@ -161,6 +161,11 @@ class Handlers:
         engine = request.match_info["engine"]
         return await self._operate(request, p, lambda: self._controller.restart(engine))
 
+    async def fence(self, request: web.Request, p: models.FenceParameters) -> web.Response:
+        """An unkillable engine is attested to be harmless; its group goes on without it."""
+        engine = request.match_info["engine"]
+        return await self._operate(request, p, lambda: self._controller.fence(engine, p.confirm))
+
     async def pause(self, request: web.Request, p: models.NoParameters) -> web.Response:
         """Automation pauses: nothing is started, stopped or promoted by itself."""
         return await self._operate(request, p, self._controller.pause)
@@ -170,7 +175,7 @@ class Handlers:
         return await self._operate(request, p, self._controller.unpause)
 
     async def ack(self, request: web.Request, p: models.AckParameters) -> web.Response:
-        """A blocked group may fail over by judgement again."""
+        """A blocked group may fail over by judgement again, and given-up engines start again."""
         return await self._operate(request, p, lambda: self._controller.ack(p.group))
 
     async def stop(self, request: web.Request, p: models.NoParameters) -> web.Response:

@@ -12,6 +12,7 @@ __all__ = [
     "AckParameters",
     "EventsParameters",
     "EvictParameters",
+    "FenceParameters",
     "GroupParameters",
     "NoParameters",
     "Parameters",
@@ -52,6 +53,14 @@ class EvictParameters(Parameters):
     """Stay away until `resume`, whatever the batch policy says."""
     dry_run: bool = False
     """Say what would be done, and do nothing."""
+
+
+class FenceParameters(Parameters):
+    """What the operator attests."""
+
+    confirm: bool = False
+    """Yes: this process can never run again, so its group may go on without it. Without it the
+    answer is 412 and says what would be attested."""
 
 
 class ResumeParameters(Parameters):

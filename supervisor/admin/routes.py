@@ -62,6 +62,7 @@ ROUTES: Final[tuple[Route, ...]] = (
     _post("/v1/freeze/{engine}", Handlers.freeze),
     _post("/v1/thaw/{engine}", Handlers.thaw),
     _post("/v1/restart/{engine}", Handlers.restart),
+    _post("/v1/fence/{engine}", Handlers.fence, models.FenceParameters),
     _post("/v1/pause", Handlers.pause),
     _post("/v1/unpause", Handlers.unpause),
     _post("/v1/ack", Handlers.ack, models.AckParameters),

@@ -7,8 +7,9 @@ from supervisor.cli.options import FileOption, GroupOption, Output, OutputOption
 def command(
     group: GroupOption = None, file: FileOption = None, output: OutputOption = Output.TEXT
 ) -> None:
-    """Let a BLOCKED group fail over again.
+    """Let a BLOCKED group fail over again, and FATAL engines start again.
 
-    It failed over by judgement more often than its limit allows; find out why first.
+    A group is BLOCKED when it failed over by judgement more often than its limit allows, an
+    engine FATAL when it died young too often; find out why first.
     """
     perform("ack", file=file, output=output, body={"group": group})

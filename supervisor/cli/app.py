@@ -18,7 +18,7 @@ VERBS: Final = (
     "run", "check", "plan", "stop",
     "status", "promote", "failover",
     "evict", "resume", "freeze", "thaw",
-    "pause", "unpause", "restart", "ack",
+    "pause", "unpause", "restart", "fence", "ack",
     "history", "events", "logs", "version",
 )  # fmt: skip
 """In the order of the help page; each is a module of this package with a function `command`."""

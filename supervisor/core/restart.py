@@ -2,14 +2,19 @@
 
 Lived long: start again at once. Died young: wait, twice as long each time. Died young too often in
 a row: give up, and say so. Deaths that we caused (eviction, restart on request) do not count.
+A start that the machine refused (no descriptor, no room for a process, a full disk) says nothing
+about the program: it is tried again for ever, with pauses.
 """
 
 from dataclasses import dataclass, replace
 from typing import Final
 
-__all__ = ["FIRST_BACKOFF_S", "RestartPolicy", "RestartRecord"]
+__all__ = ["FIRST_BACKOFF_S", "LONGEST_TROUBLE_S", "RestartPolicy", "RestartRecord"]
 
 FIRST_BACKOFF_S: Final = 0.25
+
+LONGEST_TROUBLE_S: Final = 4.0
+"""Between two attempts while the machine refuses; short, because redundancy is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,7 @@ class RestartRecord:
     young_deaths: int = 0  # in a row
     not_before_s: float = 0.0  # monotonic
     has_given_up: bool = False
+    troubles: int = 0  # starts in a row that the machine refused
 
     def after_death(
         self, policy: RestartPolicy, *, lived_s: float, now_s: float, was_ours: bool
@@ -46,6 +52,17 @@ class RestartRecord:
             not_before_s=now_s + delay_s,
             has_given_up=young >= policy.max_young_deaths,
         )
+
+    def after_trouble(self, policy: RestartPolicy, *, now_s: float) -> "RestartRecord":
+        """The record after a start that the machine refused at `now_s`: no fault of the program."""
+        troubles = self.troubles + 1
+        longest_s = min(policy.max_backoff_s, LONGEST_TROUBLE_S)
+        delay_s = min(longest_s, FIRST_BACKOFF_S * 2 ** min(troubles - 1, 10))
+        return replace(self, troubles=troubles, not_before_s=now_s + delay_s)
+
+    def started(self) -> "RestartRecord":
+        """The record once a start has succeeded: the machine plays along again."""
+        return replace(self, troubles=0) if self.troubles else self
 
     def forgiven(self) -> "RestartRecord":
         """The record after an operator's restart: the past does not count."""

@@ -59,6 +59,7 @@ class StateEvent(StrEnum):
     CONDEMNED = "condemned"
     FENCE_PROVEN = "fence_proven"
     FENCE_TIMED_OUT = "fence_timed_out"
+    HARMLESSNESS_ATTESTED = "harmlessness_attested"  # by the operator: it can never act again
     EVICTION_COMPLETED = "eviction_completed"
     RESUMED = "resumed"
     GIVEN_UP = "given_up"
@@ -139,6 +140,7 @@ TRANSITIONS: Final[tuple[Transition, ...]] = (
         for source in (_S.FENCING, _S.UNKILLABLE)
     ),
     Transition(_S.FENCING, _E.FENCE_TIMED_OUT, always, _S.UNKILLABLE),
+    Transition(_S.UNKILLABLE, _E.HARMLESSNESS_ATTESTED, always, _S.STOPPED),
     *(
         Transition(source, _E.EVICTION_COMPLETED, always, _S.EVICTED)
         for source in (_S.STOPPED, _S.FATAL, _S.ABSENT)

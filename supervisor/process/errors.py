@@ -80,7 +80,7 @@ class FenceNotProvenError(PreconditionError):
         blocker = alive[0] if alive else victim
         super().__init__(
             f"{victim} has {threads} live threads{others} {waited_ms:.0f} ms after SIGKILL",
-            hint=f"see /proc/{blocker.pid}/wchan, or attest with 'fence --confirm {victim.pid}'",
+            hint=f"see /proc/{blocker.pid}/wchan; 'supervisor fence NAME' says what to do",
             details={"pid": victim.pid, "alive_pids": [p.pid for p in alive], "threads": threads},
         )
         self.victim = victim

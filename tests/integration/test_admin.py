@@ -100,6 +100,9 @@ class FakeController:
     async def restart(self, engine: str) -> Operation:
         return self._done("restart", engine)
 
+    async def fence(self, engine: str, confirm: bool) -> Operation:
+        return self._done("fence", engine, confirm)
+
     async def pause(self) -> Operation:
         return self._done("pause")
 
@@ -386,6 +389,7 @@ async def test_parameters_reach_the_controller_from_body_and_query(admin: Admin)
     await call(admin.unix, "POST", base + "resume/chat-batch", json={"dry_run": True})
     await call(admin.unix, "POST", base + "ack", json={"group": None})
     await call(admin.unix, "POST", base + "restart/chat-a", json={})
+    await call(admin.unix, "POST", base + "fence/chat-a", json={"confirm": True})
     assert admin.controller.calls == [
         ("promote", "chat", "chat-b", 3, True),
         ("failover", None, "chat-b", None, False),
@@ -393,6 +397,7 @@ async def test_parameters_reach_the_controller_from_body_and_query(admin: Admin)
         ("resume", "chat-batch", True),
         ("ack", None),
         ("restart", "chat-a"),
+        ("fence", "chat-a", True),
     ]
 
 

@@ -37,3 +37,16 @@ def test_deaths_that_we_caused_do_not_count() -> None:
 def test_an_operators_restart_forgives() -> None:
     record = RestartRecord(restarts=7, young_deaths=4, has_given_up=True).forgiven()
     assert record == RestartRecord(restarts=7)
+
+
+def test_a_machine_that_refuses_is_asked_again_for_ever_with_pauses() -> None:
+    record, delays = RestartRecord(), []
+    for _ in range(30):
+        record = record.after_trouble(POLICY, now_s=100.0)
+        delays.append(record.not_before_s - 100.0)
+    assert delays[:4] == [FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S, 1.0, 1.0]
+    assert max(delays) == 1.0
+    assert not record.has_given_up
+    assert record.young_deaths == 0
+    assert record.restarts == 0
+    assert record.started().troubles == 0

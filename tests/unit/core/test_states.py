@@ -51,3 +51,11 @@ def test_an_engine_with_a_wrong_answer_is_never_ready() -> None:
 def test_every_living_engine_can_be_condemned() -> None:
     for state in ALIVE:
         assert next_state(state, StateEvent.CONDEMNED, Facts()) is EngineState.FENCING
+
+
+def test_an_unkillable_engine_leaves_by_evidence_or_by_the_operators_word() -> None:
+    rows = [t for t in TRANSITIONS if t.source is EngineState.UNKILLABLE]
+    assert {(t.event, t.target) for t in rows} == {
+        (StateEvent.FENCE_PROVEN, EngineState.STOPPED),
+        (StateEvent.HARMLESSNESS_ATTESTED, EngineState.STOPPED),
+    }
