@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from cache.protocol import LoadSpec
 from engines.native.binding import bind
 from engines.native.errors import TensorMismatchError
 from engines.native.experts import experts_mode, routed_experts
 from engines.native.fp8 import Fp8Linear, dequantise, quantise_rows
+from engines.native.memory import PrivateMemory
+from engines.native.model import SlotModel
+from engines.native.selfcheck import prove
+from engines.native.skeleton import build_skeleton
 
 E4M3 = torch.float8_e4m3fn
+ROOT = Path(__file__).parents[3]
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,3 +150,33 @@ def test_binding_puts_a_quantised_layer_where_the_arena_has_scales() -> None:
     assert made.model.proj.weight.data_ptr() == narrow.data_ptr()
     with pytest.raises(TensorMismatchError, match=r"model\.proj\.weight_scale_inv"):
         bind(Tiny(), {**tensors, "model.proj.weight_scale_inv": scale[:, :1]}, torch.device("cpu"))
+
+
+def test_a_model_with_experts_computes_what_the_library_computes(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path / "moe"
+    shutil.copytree(ROOT / "configs" / "models" / "demo", folder)
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=2048, hidden_size=64, intermediate_size=96,
+        moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
+        tie_word_embeddings=False, norm_topk_prob=True,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    made_by: Any = AutoModelForCausalLM
+    reference = made_by.from_config(config, dtype=torch.float32, experts_implementation="eager")
+    reference.eval()
+    reference.save_pretrained(folder)
+    tensors = {name: t.detach() for name, t in reference.state_dict().items()}
+    made = build_skeleton(LoadSpec(str(folder)))
+    model = SlotModel(made, tensors, made.kv_geometry(slots=2, max_length=128))
+    assert model.has_experts
+    prompt = [3, 500, 1999, 42, 8]
+    with torch.inference_mode():
+        kv = PrivateMemory(model.geometry).kv
+        found = [model.prefill(kv, 1, prompt, start=0).array()[0]]
+        found.append(model.decode(kv, [(1, 77, len(prompt))]).array()[1])
+        wanted = reference(torch.tensor([[*prompt, 77]])).logits[0, -2:]
+        assert float((torch.tensor(np.stack(found)) - wanted).abs().max()) < 1e-4
+        assert prove(model).exact

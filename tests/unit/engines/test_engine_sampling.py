@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.native.sampling import draw, sample
@@ -35,6 +35,7 @@ def test_seed_and_token_number_both_matter() -> None:
     assert draw(2**63 - 1, 2**32) < 1.0
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 1 << 24))
 def test_draws_lie_in_the_unit_interval(seed: int, count: int) -> None:
     assert 0.0 <= draw(seed, count) < 1.0
@@ -80,6 +81,7 @@ def test_temperature_sharpens_and_flattens() -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, 3, 5, 50])
+@settings(deadline=None)
 @given(
     logits=st.lists(st.floats(-80, 80, width=32), min_size=1, max_size=40),
     top_p=st.floats(0.01, 1.0),

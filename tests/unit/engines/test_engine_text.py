@@ -49,6 +49,7 @@ def test_another_tokenizer_gets_the_library() -> None:
     assert isinstance(decoding_for(other), StreamDecoding)
 
 
+@settings(deadline=None)
 @given(IDS)
 def test_the_table_agrees_with_the_library(ids: list[int]) -> None:
     assert whole(ids) == TOKENIZER.decode(ids, skip_special_tokens=True)
@@ -85,6 +86,7 @@ def test_an_unfinished_character_is_shown_when_nothing_follows() -> None:
     assert text.take() == TOKENIZER.decode(ids)
 
 
+@settings(deadline=None)
 @given(IDS, st.data())
 def test_one_call_or_many_release_the_same(ids: list[int], data: st.DataObject) -> None:
     stop = data.draw(st.lists(st.text("abe. t", min_size=1, max_size=3), max_size=2))
@@ -134,7 +136,7 @@ def test_overlapping_beginnings_are_all_held() -> None:
     assert text.is_stopped
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(IDS, st.lists(st.text("abe. tS", min_size=1, max_size=4), max_size=3))
 def test_a_resume_at_every_prefix_gives_the_same_text(ids: list[int], stop: list[str]) -> None:
     for decoding in (TABLE, LIBRARY):
