@@ -140,18 +140,20 @@ class Spawned:
 
 
 @contextlib.contextmanager
-def cache_daemon(run_dir: Path, *, load: bool = True) -> Iterator[Spawned]:
+def cache_daemon(
+    run_dir: Path, *, load: bool = True, spec: LoadSpec = LOAD, load_timeout_s: float = 30.0
+) -> Iterator[Spawned]:
     path = run_dir / "cache-chat.sock"
     daemon = Spawned.start(
         "cache.daemon", "--socket", str(path), "--instance", "cache-chat-00000001",
-        "--device", "cpu", instance="cache-chat-00000001", log=run_dir / "cache.log",
+        "--device", spec.device, instance="cache-chat-00000001", log=run_dir / "cache.log",
     )  # fmt: skip
     try:
         connection = wait_for(lambda: Connection.open(path))
         hello = Hello(CACHE_PROTOCOL, CACHE_VERSION, "tests")
         connection.call("hello", hello, timeout_s=5)
         if load:
-            connection.call("load", Load(LOAD), timeout_s=30)
+            connection.call("load", Load(spec), timeout_s=load_timeout_s)
         connection.close()
         yield daemon
     finally:
@@ -193,17 +195,17 @@ def kill_child(pid: int) -> None:
 
 
 @contextlib.contextmanager
-def zygote(run_dir: Path) -> Iterator[ZygoteClient]:
+def zygote(run_dir: Path, *, spec: LoadSpec = LOAD) -> Iterator[ZygoteClient]:
     """A zygote; at the end it and every child of it are gone."""
     path = run_dir / "zygote.sock"
     file = run_dir / "zygote.json"
-    file.write_bytes(_encoder.encode(ZygoteSpec("chat", "zygote-chat-1", str(path), LOAD)))
+    file.write_bytes(_encoder.encode(ZygoteSpec("chat", "zygote-chat-1", str(path), spec)))
     spawned = Spawned.start(
         "engines.zygote", str(file), instance="zygote-chat-1", log=run_dir / "zygote.log"
     )
     client: ZygoteClient | None = None
     try:
-        connection = wait_for(lambda: Connection.open(path), timeout_s=60)
+        connection = wait_for(lambda: Connection.open(path), timeout_s=120)
         hello, _ = connection.call(
             "hello", Hello(ZYGOTE_PROTOCOL, ZYGOTE_VERSION, "tests"), timeout_s=5
         )
