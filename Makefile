@@ -20,7 +20,7 @@ export OPENBLAS_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test lint types format docs docs-check benchmark clean
+.PHONY: help setup demo test chaos lint types format docs docs-check benchmark clean
 
 help:  ## say what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -44,6 +44,9 @@ demo: $(STAMP)  ## kill the primary under load and watch the streams go on (one 
 
 test: $(STAMP)  ## run every test (at most 25 minutes on two cores)
 	@$(PY) -m pytest --session-timeout=1500 $(TESTFLAGS)
+
+chaos: $(STAMP)  ## run the long set of chaos scenarios (about an hour; CHAOSFLAGS="--seed 7")
+	@$(PY) -m chaos run --all $(CHAOSFLAGS)
 
 lint: $(STAMP)  ## check style, types and architecture
 	@$(VENV)/bin/ruff check

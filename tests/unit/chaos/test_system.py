@@ -21,7 +21,15 @@ from tests.unit.chaos.test_leftovers import end, start_holder
 SHAPES = [
     SystemOptions(),
     SystemOptions(standby=False, cache_mode="off"),
-    SystemOptions(batch=True, ballast="64MiB", workers=2, evict_after="2s", resume_after="5s"),
+    SystemOptions(
+        batch=True,
+        ballast="64MiB",
+        workers=2,
+        freeze_when="queue > 0",
+        evict_after="2s",
+        resume_after="5s",
+        max_young_deaths=3,
+    ),
 ]
 
 
