@@ -142,7 +142,11 @@ class EngineUnit(Unit):
         await self._wait_ready(self._group.health.start_timeout + load_timeout_s)
         took_s = self.uptime_s
         attach_ms = self.status.attach_ms if self.status is not None else None
-        self.emit("engine_ready", f"{self.name} is attached", took_s=round(took_s, 3),
+        how = "zygote" if zygote is not None and zygote.is_ready else "cold"
+        self.services.metrics.engine_started(self.group, how, took_s)
+        if attach_ms is not None:
+            self.services.metrics.attach(self.group, attach_ms / 1000)
+        self.emit("engine_ready", f"{self.name} is attached", took_s=round(took_s, 3), how=how,
                   attach_ms=attach_ms, instance=instance, pid=self.pid)  # fmt: skip
 
     async def join(self, *, timeout_s: float) -> None:

@@ -305,9 +305,9 @@ class GroupRuntime:
         operation = self.operations.waiting_for_token(self.name, event.epoch)
         if operation is not None:
             operation.first_token(event.monotonic_ns)
-            for phase in ("first_token", "total"):
-                seconds = operation.phases_ms[phase] / 1000
-                self.services.metrics.failover_phase(self.name, phase, seconds)
+            if operation.kind == "failover":
+                first_s = operation.phases_ms["first_token"] / 1000
+                self.services.metrics.failover_phase(self.name, "first_token", first_s)
             self.changed.set()
 
     def set_epoch(self, epoch: int) -> None:
