@@ -70,14 +70,14 @@ EXPLANATION_S: Final = 2.0
 """How long a request that may be poison waits to hear how the last engine ended: the kernel needs
 up to a second to take a large one down, and until then nobody knows."""
 
-TRIAL_WAIT_S: Final = 5.0
-"""How long a suspect waits for its turn to run beside nobody but cleared ones; then it goes on."""
+TRIAL_WAIT_S: Final = 10.0
+"""How long a suspect waits for its turn; then it goes on. Its slot is not kept longer either."""
 
 TRIAL_S: Final = 1.0
-"""An engine that lives this long with a suspect has cleared it (it may only wait for a slot)."""
+"""An engine that lives this long with a suspect survives it (it may only wait for a slot)."""
 
 TRIAL_FRAMES: Final = 2
-"""So many deltas clear it too: the first may only hold what its old engine had committed."""
+"""So many deltas prove it too: the first may only hold what its old engine had committed."""
 
 UPSTREAM_BUFFER_BYTES: Final = 64 << 10
 """Frames of one engine connection that may wait for a slow client before reading stops."""

@@ -1,13 +1,14 @@
-"""Which request crashes engines: evidence against one, and trials that clear the others.
+"""Which request crashes engines: evidence against one, and trials that protect its neighbours.
 
-When an engine crashes, every request that it had is under suspicion, and with three crashes (that
-nobody caused from outside) the guilty one must end, not its neighbours. So from the second crash
-on, suspects go on one at a time: the next one only when the last has shown that the engine
-survives it. Whoever passes such a trial may be present at one crash more.
+When an engine crashes, every request that it had is under suspicion. One that was present at three
+crashes (which nobody caused from outside) ends. A request that crashes every engine it meets would
+take all its neighbours along, so from the second crash on suspects go on one at a time, the next
+one when the last has shown that the engine survives it. A crash during a trial is the defendant's
+alone.
 
 Invariants
     1. Nothing here delays a request that was present at fewer than two crashes.
-    2. A trial and the wait for it are bounded: no innocent request misses its deadline for them.
+    2. A trial and the wait for it are bounded: no request misses its deadline for them.
     3. The verdict needs crashes that the supervisor has confirmed; a death that nobody has
        explained yet only makes the request wait.
 
@@ -16,6 +17,7 @@ run beside the guilty one and share its end.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from enum import Enum, auto
@@ -27,7 +29,6 @@ from supervisor.gateway.routes import RouteTable
 __all__ = ["POISON_CRASHES", "Courtroom", "Opinion", "Suspicion", "Trial"]
 
 POISON_CRASHES: Final = 3
-_MOST_ACQUITTALS: Final = 3
 _REMEMBERED: Final = 32
 
 
@@ -45,7 +46,6 @@ class Suspicion:
 
     def __init__(self) -> None:
         self._lost_at: list[str] = []
-        self._acquittals = 0
 
     @property
     def instances(self) -> list[str]:
@@ -57,78 +57,96 @@ class Suspicion:
         if instance not in self._lost_at:
             self._lost_at = [*self._lost_at, instance][-_REMEMBERED:]
 
-    def acquitted(self) -> None:
-        """It has passed a trial."""
-        self._acquittals = min(self._acquittals + 1, _MOST_ACQUITTALS)
-
     def opinion(self, table: RouteTable, group: str) -> Opinion:
         """What the deaths that the table knows of mean for this request."""
-        limit = POISON_CRASHES + self._acquittals
-        if len(self._lost_at) < limit - 1:
+        if len(self._lost_at) < POISON_CRASHES - 1:
             return Opinion.CLEAR
         crashes = table.crashes_among(group, self._lost_at)
         possible = crashes + table.unexplained_among(group, self._lost_at)
-        if crashes >= limit:
+        if crashes >= POISON_CRASHES:
             return Opinion.POISON
-        if possible >= limit:
+        if possible >= POISON_CRASHES:
             return Opinion.UNEXPLAINED
-        return Opinion.SUSPECT if possible >= limit - 1 else Opinion.CLEAR
+        return Opinion.SUSPECT if possible == POISON_CRASHES - 1 else Opinion.CLEAR
 
 
 class Trial:
-    """One request's turn. Ends by progress, by time, or with the attempt."""
+    """One suspect's turn at one engine. Ends by progress, by time, or with the attempt."""
 
-    def __init__(self, lock: asyncio.Lock | None, suspicion: Suspicion) -> None:
-        self._lock = lock
-        self._suspicion = suspicion
+    def __init__(self, court: "_Court", suspicion: Suspicion, instance: str) -> None:
+        self.suspicion = suspicion
+        self.instance = instance
+        self._court = court
         self._frames = 0
-        self._timer = (
-            None if lock is None else asyncio.get_running_loop().call_later(TRIAL_S, self._pass)
-        )
+        self._is_over = False
+        self._timer = asyncio.get_running_loop().call_later(TRIAL_S, self.end)
 
     def saw_tokens(self) -> None:
         """The engine has sent tokens of this request."""
-        if self._timer is not None:
-            self._frames += 1
-            if self._frames >= TRIAL_FRAMES:
-                self._pass()
-
-    def _pass(self) -> None:
-        if self._timer is not None:
-            self._suspicion.acquitted()
+        self._frames += 1
+        if self._frames >= TRIAL_FRAMES:
             self.end()
+
+    def failed(self) -> None:
+        """The engine was lost during the trial: nobody else is to blame."""
+        if not self._is_over:
+            self._court.convicted.append(self.instance)
 
     def end(self) -> None:
         """Let the next one have its turn. Idempotent."""
-        if self._timer is not None:
+        if not self._is_over:
+            self._is_over = True
             self._timer.cancel()
-            self._timer = None
-            if self._lock is not None:
-                self._lock.release()
+            self._court.trial = None
+            self._court.lock.release()
+
+
+class _Court:
+    """The trials of one group: one at a time."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.trial: Trial | None = None
+        self.convicted: deque[str] = deque(maxlen=_REMEMBERED)  # engines lost in a trial
 
 
 class Courtroom:
-    """Where suspects of one worker wait for their turn: one at a time in each group."""
+    """Where suspects of one worker wait for their turn."""
 
     def __init__(self) -> None:
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._courts: dict[str, _Court] = {}
+
+    def _of(self, group: str) -> _Court:
+        return self._courts.setdefault(group, _Court())
 
     @asynccontextmanager
     async def trial(
-        self, suspicion: Suspicion, group: str, *, is_suspect: bool
-    ) -> AsyncIterator[Trial]:
-        """Wait for the turn of a suspect; others go on at once."""
-        trial = await self._begin(suspicion, group) if is_suspect else Trial(None, suspicion)
+        self, suspicion: Suspicion, group: str, instance: str, *, is_suspect: bool
+    ) -> AsyncIterator[Trial | None]:
+        """Wait for the turn of a suspect; None: it goes on without a trial.
+
+        Raises nothing: a suspect whose turn does not come in time goes on too.
+        """
+        court = self._of(group)
+        trial = None
+        if is_suspect:
+            try:
+                async with asyncio.timeout(TRIAL_WAIT_S):
+                    await court.lock.acquire()
+            except TimeoutError:
+                yield None
+                return
+            trial = court.trial = Trial(court, suspicion, instance)
         try:
             yield trial
         finally:
-            trial.end()
+            if trial is not None:
+                trial.end()
 
-    async def _begin(self, suspicion: Suspicion, group: str) -> Trial:
-        lock = self._locks.setdefault(group, asyncio.Lock())
-        try:
-            async with asyncio.timeout(TRIAL_WAIT_S):
-                await lock.acquire()
-        except TimeoutError:
-            return Trial(None, suspicion)
-        return Trial(lock, suspicion)
+    def is_excused(self, suspicion: Suspicion, group: str, instance: str) -> bool:
+        """Whether the loss of this engine is somebody else's: it was lost during their trial."""
+        court = self._of(group)
+        trial = court.trial
+        if trial is not None and trial.instance == instance:
+            return trial.suspicion is not suspicion
+        return instance in court.convicted

@@ -193,13 +193,14 @@ class EngineStream:
             court = self._context.courtroom
             is_suspect = opinion is not Opinion.CLEAR
             async with court.trial(
-                self._suspicion, self._model.group, is_suspect=is_suspect
+                self._suspicion, self._model.group, target.instance, is_suspect=is_suspect
             ) as trial:
                 if is_suspect and not self._context.table.is_in_force(self._model.id, target):
                     continue  # the route has changed while this request waited for its turn
                 try:
                     return await self._attempt(target, trial)
                 except AttemptFailedError as error:
+                    self._note_suspicion(target, trial, error)
                     self._note_failure(target, error)
                 except TimeoutError:
                     raise self._too_late() from None
@@ -260,7 +261,7 @@ class EngineStream:
             deadline=self._deadline,
         )
 
-    async def _attempt(self, target: RouteTarget, trial: Trial) -> End:
+    async def _attempt(self, target: RouteTarget, trial: Trial | None) -> End:
         self._was_sent = False
         connection = await EngineConnection.open(target, deadline=self._deadline)
         live = self._context.live
@@ -307,7 +308,9 @@ class EngineStream:
                 raise
             raise EngineLostError(f"the engine said nothing for {ENGINE_SILENCE_S:g} s") from None
 
-    async def _take(self, target: RouteTarget, trial: Trial, frame: EngineFrame) -> End | None:
+    async def _take(
+        self, target: RouteTarget, trial: Trial | None, frame: EngineFrame
+    ) -> End | None:
         if isinstance(frame, GenerateError):
             raise self._refusal(frame)
         step = self._delivery.take(frame)
@@ -316,7 +319,7 @@ class EngineStream:
         if isinstance(step, Started):
             self._started(step)
         elif step.tokens or step.text:
-            if step.tokens:
+            if trial is not None and step.tokens:
                 trial.saw_tokens()
             await self._emit(target, step)
         return None
@@ -351,6 +354,18 @@ class EngineStream:
         param = "messages" if self._body.kind == "chat" else "prompt"
         return ApiError.from_engine(frame, param=param)
 
+    def _note_suspicion(
+        self, target: RouteTarget, trial: Trial | None, error: AttemptFailedError
+    ) -> None:
+        """Remember that this request was there when the engine was lost, if it may be why."""
+        if not self._was_sent or not isinstance(error, EngineLostError | RouteCutError):
+            return
+        court = self._context.courtroom
+        if not court.is_excused(self._suspicion, self._model.group, target.instance):
+            self._suspicion.lost(target.instance)
+        if trial is not None:
+            trial.failed()
+
     def _note_failure(self, target: RouteTarget, error: AttemptFailedError) -> None:
         retry = self._retry
         # A cut was announced, with the number of streams; a line for each would delay them all.
@@ -361,8 +376,6 @@ class EngineStream:
             len(self._delivery.token_ids),
         )  # fmt: skip
         retry.note(target, error)
-        if self._was_sent and isinstance(error, EngineLostError | RouteCutError):
-            self._suspicion.lost(target.instance)
         if self._delivery.is_accepted and not isinstance(error, RouteCutError):
             retry.fruitless += 1
         if isinstance(error, StreamViolationError):

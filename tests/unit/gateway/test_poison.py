@@ -188,8 +188,6 @@ def test_the_opinion_follows_the_evidence() -> None:
     suspicion.lost("c")
     assert suspicion.opinion(_table(["a", "b"], ["c"]), "chat") is Opinion.UNEXPLAINED
     assert suspicion.opinion(_table(["a", "b", "c"], []), "chat") is Opinion.POISON
-    suspicion.acquitted()
-    assert suspicion.opinion(_table(["a", "b", "c"], []), "chat") is Opinion.SUSPECT
 
 
 def test_a_crash_stays_known_when_the_next_supervisor_does_not_know_it() -> None:
@@ -202,8 +200,47 @@ async def test_a_suspect_whose_turn_does_not_come_goes_on(monkeypatch: pytest.Mo
     monkeypatch.setattr("supervisor.gateway.poison.TRIAL_WAIT_S", 0.05)
     court = Courtroom()
     async with (
-        court.trial(Suspicion(), "chat", is_suspect=True),
-        court.trial(Suspicion(), "chat", is_suspect=True),
-        court.trial(Suspicion(), "chat", is_suspect=False),
+        court.trial(Suspicion(), "chat", "e1", is_suspect=True) as first,
+        court.trial(Suspicion(), "chat", "e1", is_suspect=True) as second,
+        court.trial(Suspicion(), "chat", "e1", is_suspect=False) as third,
     ):
-        pass
+        assert first is not None
+        assert second is None
+        assert third is None
+
+
+async def test_a_crash_in_a_trial_is_the_defendants_alone() -> None:
+    court, guilty, other = Courtroom(), Suspicion(), Suspicion()
+    async with court.trial(guilty, "chat", "e1", is_suspect=True) as trial:
+        assert trial is not None
+        assert court.is_excused(other, "chat", "e1")
+        assert not court.is_excused(other, "chat", "e2")
+        assert not court.is_excused(guilty, "chat", "e1")
+        trial.failed()
+    assert court.is_excused(other, "chat", "e1"), "whose loss is noticed a little later"
+
+
+async def test_a_crash_after_a_passed_trial_counts_for_everybody() -> None:
+    court, defendant, other = Courtroom(), Suspicion(), Suspicion()
+    async with court.trial(defendant, "chat", "e1", is_suspect=True) as trial:
+        assert trial is not None
+        trial.saw_tokens()
+        trial.saw_tokens()
+        trial.failed()
+    assert not court.is_excused(defendant, "chat", "e1")
+    assert not court.is_excused(other, "chat", "e1")
+
+
+async def test_a_request_that_was_present_at_three_crashes_ends_though_it_made_progress(
+    troupe: Troupe,
+) -> None:
+    await troupe.promote()
+    ask = asyncio.create_task(troupe.ask())
+    for _ in range(3):
+        await asyncio.sleep(0.1)
+        engine, troupe._now = troupe._now, None
+        assert engine is not None
+        await troupe._death(engine)
+    with pytest.raises(ApiError) as caught:
+        await ask
+    assert caught.value.stable_code == "poison"
