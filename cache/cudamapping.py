@@ -54,7 +54,7 @@ class CudaMapping:
             CudaError: the driver refuses.
         """
         use_context(ordinal)
-        self._ordinal: Final = ordinal
+        self.ordinal: Final = ordinal
         granule = granularity(ordinal)
         _check_extents(fds, extent_bytes, granule)
         self.shared_bytes: Final = sum(extent_bytes)
@@ -78,7 +78,7 @@ class CudaMapping:
                 self._map_piece(position, size_bytes, handle)
             except CudaError as error:
                 raise MappingError(
-                    f"extent {index} is not {size_bytes} bytes of memory of cuda:{self._ordinal}: "
+                    f"extent {index} is not {size_bytes} bytes of memory of cuda:{self.ordinal}: "
                     f"{error.message}",
                     details=error.details,
                 ) from error
@@ -89,7 +89,7 @@ class CudaMapping:
             handle = call(
                 "cuMemCreate",
                 self.tail_bytes,
-                allocation_properties(self._ordinal, shareable=False),
+                allocation_properties(self.ordinal, shareable=False),
                 0,
             )
             self._map_piece(position, self.tail_bytes, handle)
@@ -108,7 +108,7 @@ class CudaMapping:
         driver = bindings()
         access = driver.CUmemAccessDesc()
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = self._ordinal
+        access.location.id = self.ordinal
         flags = driver.CUmemAccess_flags
         access.flags = (
             flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -126,7 +126,7 @@ class CudaMapping:
             MappingError: the driver refuses.
         """
         try:
-            use_context(self._ordinal)
+            use_context(self.ordinal)
             self._set_access(self.address, self.shared_bytes, writable=writable)
         except CudaError as error:
             raise MappingError(
@@ -147,7 +147,7 @@ class CudaMapping:
     def copy_out(self, offset_bytes: int, size_bytes: int) -> bytes:
         """Copy bytes of the range to the host; waits for the copy. For checks, not for speed."""
         self._check_range(offset_bytes, size_bytes)
-        use_context(self._ordinal)
+        use_context(self.ordinal)
         buffer = (ctypes.c_ubyte * size_bytes)()
         call("cuMemcpyDtoH", ctypes.addressof(buffer), self.address + offset_bytes, size_bytes)
         return bytes(buffer)
@@ -155,7 +155,7 @@ class CudaMapping:
     def copy_in(self, offset_bytes: int, data: bytes) -> None:
         """Copy bytes of the host into the range; waits for the copy."""
         self._check_range(offset_bytes, len(data))
-        use_context(self._ordinal)
+        use_context(self.ordinal)
         buffer = (ctypes.c_ubyte * len(data)).from_buffer_copy(data)
         call("cuMemcpyHtoD", self.address + offset_bytes, ctypes.addressof(buffer), len(data))
 
@@ -165,7 +165,7 @@ class CudaMapping:
         Raises:
             CudaError: the driver refuses, as it does where the part is mapped read-only.
         """
-        use_context(self._ordinal)
+        use_context(self.ordinal)
         call("cuMemsetD8", self.address, 0, self.shared_bytes)
         call("cuCtxSynchronize")
 
@@ -177,7 +177,7 @@ class CudaMapping:
         with suppress(
             CacheError
         ):  # after a sticky error the driver refuses; the memory goes with us
-            use_context(self._ordinal)
+            use_context(self.ordinal)
             while self._laid:
                 call("cuMemUnmap", *self._laid.pop())
             call("cuMemAddressFree", self.address, self.size_bytes)

@@ -19,6 +19,7 @@ import select
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -79,13 +80,32 @@ def load_into_private_arena(spec: LoadSpec) -> tuple[Arena, Manifest]:
     plan = plan_of(spec, read_checkpoint(Path(spec.model_path)))
     arena = backend.create("weights", plan.manifest.total_bytes)
     try:
-        checksums = fill(plan, HostWriter(arena.fds, arena.extent_bytes))
+        checksums = _fill(spec, plan, arena.fds, arena.extent_bytes)
         backend.seal_after_publish(arena)
         backend.seal_after_commit(arena)
     except BaseException:
         arena.close()
         raise
     return arena, completed(plan.manifest, checksums, list(arena.extent_bytes))
+
+
+def _fill(
+    spec: LoadSpec,
+    plan: LoadPlan,
+    fds: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> dict[str, str]:
+    """Fill the arena by the way that suits its memory; checksums by tensor name."""
+    if spec.device == "cpu":
+        return fill(plan, HostWriter(fds, sizes), on_progress=on_progress)
+    from cache.cudadriver import device_ordinal
+    from cache.cudamapping import CudaMapping
+    from cache.devicefilling import fill_device
+
+    with CudaMapping(device_ordinal(spec.device), fds, sizes, writable=True) as mapping:
+        return fill_device(plan, mapping, on_progress=on_progress)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -129,7 +149,7 @@ def _load(connection: Connection, spec: LoadSpec) -> None:
     if len(fds) != len(sizes) or sum(sizes) < plan.manifest.total_bytes:
         raise ProtocolError("the daemon published other memory than was asked for")
     reporter = _Reporter(connection)
-    checksums = fill(plan, HostWriter(fds, sizes), on_progress=reporter.report)
+    checksums = _fill(spec, plan, fds, sizes, on_progress=reporter.report)
     close_all(fds)
     load_s = time.monotonic() - started_s
     connection.call("commit", Commit(checksums, load_s), timeout_s=_CALL_TIMEOUT_S)

@@ -66,12 +66,13 @@ def make_checkpoint(
     for entry in model.entries:
         if entry.name in tied or entry.name in set(leave_out):
             continue
-        kind = (other_dtype or {}).get(entry.name, dtype)
-        values = [draw.uniform(-1, 1) for _ in range(math.prod(entry.shape))]
-        data = struct.pack(f"<{len(values)}f", *values)
-        if kind != "F32":
-            data = draw.randbytes(len(values) * _BYTES[kind])
-        tensors.append((entry.name, kind, entry.shape, data))
+        for name in entry.parts or (entry.name,):
+            kind = (other_dtype or {}).get(name, dtype)
+            values = [draw.uniform(-1, 1) for _ in range(math.prod(entry.part_shape))]
+            data = struct.pack(f"<{len(values)}f", *values)
+            if kind != "F32":
+                data = draw.randbytes(len(values) * _BYTES[kind])
+            tensors.append((name, kind, entry.part_shape, data))
     if shards == 1:
         write_safetensors(folder / "model.safetensors", tensors)
         return folder
