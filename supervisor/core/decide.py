@@ -23,6 +23,8 @@ __all__ = [
     "Chore",
     "CutRoute",
     "Decision",
+    "EndCache",
+    "EndZygote",
     "EngineView",
     "Fence",
     "GiveUp",
@@ -51,6 +53,8 @@ class EngineView:
     may_start: bool = True  # back-off is over
     has_given_up: bool = False
     is_proven: bool = True  # its last known-answer check was right
+    is_being_fenced: bool = False  # somebody waits for the evidence already
+    is_gone: bool = False  # the end of its process was seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +67,13 @@ class GroupSnapshot:
     preferred_primary: str  # from the topology; only counts at the very first start
     is_paused: bool = False
     is_judging_blocked: bool = False  # the intensity of failovers by judgement is used up
+    has_stray: bool = False  # an engine that no unit owns may still act as primary
     zygote_is_ready: bool = True
+    zygote_is_silent: bool = False  # alive and does not answer
     zygote_may_start: bool = False  # dead, and its back-off is over
     zygote_has_given_up: bool = False  # then engines start cold
-    cache_may_start: bool = False  # dead, and its back-off is over
+    cache_is_silent: bool = False
+    cache_may_start: bool = False  # dead, empty or not held by us, and its back-off is over
 
     @property
     def primary(self) -> EngineView | None:
@@ -152,15 +159,41 @@ class StartZygote:
 
 
 @dataclass(frozen=True, slots=True)
+class EndZygote:
+    """Kill a zygote that lives and does not answer; a new one is started for it."""
+
+    def __str__(self) -> str:
+        return "the zygote does not answer, ending it"
+
+
+@dataclass(frozen=True, slots=True)
 class StartCache:
-    """Start the cache daemon again and donate the memory that we hold."""
+    """Bring the cache daemon to serve, with the memory that we hold if we hold any."""
 
     def __str__(self) -> str:
         return "starting the cache daemon"
 
 
+@dataclass(frozen=True, slots=True)
+class EndCache:
+    """Kill a daemon that lives and does not answer; the next one gets the same memory."""
+
+    def __str__(self) -> str:
+        return "the cache daemon does not answer, ending it"
+
+
 RecoveryAction = CutRoute | Fence | Promote | PublishRoute
-Chore = Fence | StartEngine | AssignStandby | AssignBatch | GiveUp | StartZygote | StartCache
+Chore = (
+    Fence
+    | StartEngine
+    | AssignStandby
+    | AssignBatch
+    | GiveUp
+    | StartZygote
+    | EndZygote
+    | StartCache
+    | EndCache
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +261,9 @@ def _candidate(snap: GroupSnapshot) -> EngineView | None:
 
 def _someone_may_act(snap: GroupSnapshot) -> bool:
     """Whether a former primary is not proven dead, or the preferred first one is still coming."""
-    if any(not e.is_batch and e.state in (_S.FENCING, _S.UNKILLABLE) for e in snap.engines):
+    if snap.has_stray or any(
+        not e.is_batch and e.state in (_S.FENCING, _S.UNKILLABLE) for e in snap.engines
+    ):
         return True
     if snap.epoch > 0:
         return False
@@ -238,9 +273,13 @@ def _someone_may_act(snap: GroupSnapshot) -> bool:
 
 def _chores(snap: GroupSnapshot) -> list[Chore]:
     chores: list[Chore] = []
-    if snap.cache_may_start:
+    if snap.cache_is_silent:
+        chores.append(EndCache())
+    elif snap.cache_may_start:
         chores.append(StartCache())
-    if snap.zygote_may_start:
+    if snap.zygote_is_silent:
+        chores.append(EndZygote())
+    elif snap.zygote_may_start:
         chores.append(StartZygote())
     found = (_chore_for(engine, snap, snap.primary) for engine in snap.engines)
     chores.extend(chore for chore in found if chore is not None)
@@ -250,6 +289,8 @@ def _chores(snap: GroupSnapshot) -> list[Chore]:
 def _chore_for(engine: EngineView, snap: GroupSnapshot, primary: EngineView | None) -> Chore | None:
     if engine.state in ALIVE and engine is not primary and _must_go(engine):
         return Fence(engine.name)
+    if _waits_for_burial(engine):
+        return Fence(engine.name)
     if engine.state in (_S.ABSENT, _S.STOPPED):
         return _revive(engine, snap)
     if engine.state is not _S.READY:
@@ -258,6 +299,13 @@ def _chore_for(engine: EngineView, snap: GroupSnapshot, primary: EngineView | No
         return AssignBatch(engine.name)
     has_primary = primary is not None and primary.state is _S.PRIMARY
     return AssignStandby(engine.name) if has_primary else None
+
+
+def _waits_for_burial(engine: EngineView) -> bool:
+    """Condemned and nobody waits for the evidence; or it was unkillable, and died after all."""
+    if engine.is_being_fenced:
+        return False
+    return engine.state is _S.FENCING or (engine.state is _S.UNKILLABLE and engine.is_gone)
 
 
 def _revive(engine: EngineView, snap: GroupSnapshot) -> Chore | None:

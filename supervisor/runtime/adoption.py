@@ -6,24 +6,23 @@ time and an answer at their own socket. Streams are not touched: the epoch goes 
 highest that anybody reports.
 
 Invariants
-    1. Nothing is started before everything found was adopted or proven dead: a port or a socket
-       is never "taken" by our own worker.
-    2. At most one primary per group is adopted, the one of the highest epoch; any other is fenced.
+    1. Nothing is started, and nobody promoted, before everything found was looked at: a port or a
+       socket is never "taken" by our own worker.
+    2. At most one primary per group is adopted, the one of the highest epoch; any other is fenced,
+       and until that is proven nobody is promoted.
+    3. While automation is paused, nothing that was found is signalled.
 """
 
+import asyncio
 import logging
-import os
 from dataclasses import dataclass, field
 from signal import SIGCONT
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from cache.errors import UnderstudyError
-from engines.contract import Descriptors
-from supervisor.core.states import EngineState, Facts, StateEvent
-from supervisor.process import Marker, ProcessId, ProcessTree
+from supervisor.core.states import Facts, StateEvent
 from supervisor.runtime.machine import LeftBehind
+from supervisor.runtime.strays import unit_name
 from supervisor.runtime.unit import Unit
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ __all__ = ["Adoption", "adopt"]
 log = logging.getLogger(__name__)
 
 _ANSWER_S: Final = 2.0
-_FENCE_S: Final = 5.0
 
 
 @dataclass
@@ -48,81 +46,67 @@ class Adoption:
 
 
 async def adopt(runtime: "SupervisorRuntime") -> Adoption:
-    """Adopt or end every process that carries the marker of this state directory."""
+    """Adopt every process that carries the marker of this state directory.
+
+    What does not answer, is not fit or belongs to nobody is handed on: to the group, which fences
+    it like any other engine, to its pulse, or to the strays. Nothing here raises for one process.
+    """
     found = await runtime.services.machine.left_behind(runtime.services.state_id)
     outcome = Adoption()
-    units: dict[str, Unit] = {}
-    for left in found:
+    taken: dict[Unit, LeftBehind] = {}
+    for left in sorted(found, key=lambda f: f.process.start_ticks, reverse=True):
         unit = _unit_of(runtime, left.instance)
-        if unit is None or unit.name in units:
-            await _end(runtime, left.process, left.instance, outcome)
+        if unit is None or unit in taken:
+            runtime.strays.add(left)
         else:
-            units[unit.name] = unit
-            await _take(runtime, unit, left, outcome)
+            taken[unit] = left
+    outcome.ended += await runtime.strays.end_all()
+    await asyncio.gather(*(_take(runtime, u, left, outcome) for u, left in taken.items()))
     for group in runtime.groups:
         await _settle_roles(group, outcome)
-        await _recover_memory(group)
     return outcome
 
 
 def _unit_of(runtime: "SupervisorRuntime", instance: str) -> Unit | None:
     """The unit of an instance name, which is `<unit name>-<8 hex>`."""
-    name = instance.rpartition("-")[0]
-    units: list[Unit] = [*runtime.fleet.workers]
-    for group in runtime.groups:
-        units += [group.zygote, *group.engines, *([group.cache] if group.cache else [])]
-    return next((u for u in units if u.name == name), None)
+    return next((u for u in runtime.units() if u.name == unit_name(instance)), None)
 
 
 async def _take(
     runtime: "SupervisorRuntime", unit: Unit, left: LeftBehind, outcome: Adoption
 ) -> None:
-    process, instance = left.process, left.instance
-    if left.is_stopped:
-        runtime.services.machine.signal(
-            process, SIGCONT
-        )  # a stopped process can neither answer nor be judged
+    services = runtime.services
+    if left.is_stopped and not services.is_paused:
+        # A stopped process can neither answer nor be judged.
+        services.machine.signal(left.process, SIGCONT)
     try:
-        unit.take(process, instance)
+        unit.take(left.process, left.instance)
         await runtime.join(unit, timeout_s=_ANSWER_S)
     except UnderstudyError as error:
-        log.warning("%s does not answer (%s), ending it", instance, error)
-        unit.release()
-        await _end(runtime, process, instance, outcome)
+        log.warning("%s does not answer: %s", left.instance, error)
+        unit.emit("not_adopted", f"{unit.name} does not answer: {error}", pid=left.process.pid)
         return
-    outcome.adopted.append(instance)
-    unit.emit("adopted", f"{unit.name} was adopted", pid=process.pid, instance=instance)
-
-
-async def _end(
-    runtime: "SupervisorRuntime", process: ProcessId, instance: str, outcome: Adoption
-) -> None:
-    """Kill a process that no unit of the topology owns, or that does not answer."""
-    marker = Marker(runtime.services.state_id, instance)
-    await runtime.services.machine.fence(ProcessTree(process, marker), timeout_s=_FENCE_S)
-    runtime.services.paths.forget(instance)
-    outcome.ended.append(instance)
-    runtime.services.events.append(
-        "stray_ended", f"{instance} was left by a former supervisor and was ended", pid=process.pid
-    )
+    outcome.adopted.append(left.instance)
+    unit.emit("adopted", f"{unit.name} was adopted", pid=left.process.pid, instance=left.instance)
 
 
 async def _settle_roles(group: "GroupRuntime", outcome: Adoption) -> None:
-    """Give every adopted engine the state that its own report proves."""
-    alive = [e for e in group.engines if e.is_alive and e.status is not None]
+    """Give every engine that was found the state that its own report proves."""
+    there = [e for e in group.engines if e.handle is not None]
+    alive = [e for e in there if e.is_alive and e.status is not None]
     reported = [e.status.epoch for e in alive if e.status is not None] + group.fleet_epochs()
     primaries = sorted(
         (e for e in alive if e.status is not None and e.status.role == "primary"),
         key=lambda e: e.status.epoch if e.status is not None else 0,
     )
-    for engine in alive:
-        is_fit = await _is_fit(group, engine)
-        if not is_fit or (engine in primaries and engine is not primaries[-1]):
-            engine.apply(StateEvent.ADOPTED)
-            await group.chores.fence_engine(engine)
+    fit = await asyncio.gather(*(_is_fit(group, e) for e in there))
+    for engine, is_fit in zip(there, fit, strict=True):
+        engine.apply(StateEvent.ADOPTED)
+        if is_fit and engine.is_alive and (engine not in primaries[:-1]):
+            _confirm(engine)
+        else:
+            engine.apply(StateEvent.CONDEMNED)  # the group fences it once it is open
             outcome.ended.append(engine.instance)
-            continue
-        _confirm(engine)
     # A living primary has seen every epoch that matters. Without one, an epoch may have died with
     # its engine: then the journal's ceiling is above it.
     ceiling = 0 if group.primary is not None else group.epoch_ceiling
@@ -145,7 +129,9 @@ async def _raise_epoch(group: "GroupRuntime") -> None:
 
 async def _is_fit(group: "GroupRuntime", engine: "EngineUnit") -> bool:
     """Whether it is past its start and answers the canary as the group does."""
-    if engine.status is None or engine.status.state not in ("ready", "standby", "serving"):
+    if not engine.is_alive or engine.client is None or engine.status is None:
+        return False
+    if engine.status.state not in ("ready", "standby", "serving"):
         return False
     try:
         return await group.chores.prove(engine, timeout_s=_ANSWER_S)
@@ -155,7 +141,6 @@ async def _is_fit(group: "GroupRuntime", engine: "EngineUnit") -> bool:
 
 def _confirm(engine: "EngineUnit") -> None:
     assert engine.status is not None  # noqa: S101 - checked by the caller
-    engine.apply(StateEvent.ADOPTED)
     engine.role_epoch = engine.status.epoch
     match engine.status.role:
         case "primary":
@@ -166,27 +151,3 @@ def _confirm(engine: "EngineUnit") -> None:
             engine.apply(StateEvent.BATCH_CONFIRMED)
         case "none":
             log.info("%s has no role yet", engine.name)
-
-
-async def _recover_memory(group: "GroupRuntime") -> None:
-    """Hold the memory again: from the daemon, or, when that is gone too, from an engine."""
-    if group.cache is None:
-        return
-    if group.cache.is_serving:
-        await group.cache.hold()
-        return
-    for engine in group.engines:
-        if not engine.is_alive or engine.is_batch or engine.state is EngineState.ABSENT:
-            continue
-        try:
-            raw, fds = await engine.call_with_fds("descriptors", timeout_s=_ANSWER_S)
-        except UnderstudyError as error:
-            log.warning("%s gave no descriptors: %s", engine.name, error)
-            continue
-        try:
-            group.cache.take_donation(msgspec.json.decode(raw, type=Descriptors), fds)
-        except msgspec.MsgspecError:
-            for fd in fds:
-                os.close(fd)
-            raise
-        return

@@ -4,9 +4,14 @@ None of them is on the path of a failover. A chore reports by moving the unit's 
 what follows from that is decided anew.
 """
 
+import logging
 from typing import TYPE_CHECKING, Final
 
-from supervisor.core.states import EngineState, Facts, StateEvent
+import msgspec
+
+from cache.wire import close_all
+from engines.contract import Descriptors
+from supervisor.core.states import ALIVE, EngineState, Facts, StateEvent
 from supervisor.core.verdict import Verdict
 from supervisor.errors import UnderstudyError
 from supervisor.process import FenceNotProvenError
@@ -17,7 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["FENCE_S", "GroupChores"]
 
+log = logging.getLogger(__name__)
+
 FENCE_S: Final = 2.0
+_DONOR_S: Final = 2.0
 _ASSUME_S: Final = 5.0
 _ZYGOTE_START_S: Final = 120.0
 _CANARY_S: Final = 30.0
@@ -30,22 +38,54 @@ class GroupChores:
         self._group = group
 
     async def start_cache(self) -> None:
-        """Start the cache daemon; engines register with it again."""
-        assert self._group.cache is not None  # noqa: S101 - decided from it
+        """Bring the cache daemon to serve; engines register with it again."""
+        cache = self._group.cache
+        assert cache is not None  # noqa: S101 - decided from it
+        if self._is_paused:
+            return
         try:
-            await self._group.cache.start()
+            if cache.held is None and not cache.is_serving:
+                await self.collect_memory()
+            await cache.ensure_serving()
         except UnderstudyError as error:
-            self._group.cache.emit("cache_failed", f"{self._group.cache.name}: {error}")
+            cache.emit("cache_failed", f"{cache.name}: {error}")
             self._group.fail_start(error)
-            if self._group.cache.is_alive:
-                await self._group.cache.fence(timeout_s=FENCE_S)
+            if cache.is_alive and not self._is_paused:
+                await cache.end(timeout_s=FENCE_S)
             return
         for engine in self._group.engines:
             if engine.client is not None:
                 engine.in_background(engine.call("cache.rejoin", timeout_s=_ASSUME_S))
 
+    async def end_cache(self) -> None:
+        """Kill a daemon that does not answer."""
+        assert self._group.cache is not None  # noqa: S101 - decided from it
+        self._group.cache.emit("cache_silent", f"{self._group.cache.name} does not answer")
+        await self._group.cache.end(timeout_s=FENCE_S)
+
+    async def collect_memory(self) -> None:
+        """Take the memory from an engine, when daemon and former supervisor are both gone."""
+        cache = self._group.cache
+        assert cache is not None  # noqa: S101 - asked for it
+        for engine in self._group.engines:
+            if not engine.is_alive or engine.client is None or engine.is_batch:
+                continue
+            try:
+                raw, fds = await engine.call_with_fds("descriptors", timeout_s=_DONOR_S)
+            except UnderstudyError as error:
+                log.warning("%s gave no descriptors: %s", engine.name, error)
+                continue
+            try:
+                cache.take_donation(msgspec.json.decode(raw, type=Descriptors), fds)
+            except msgspec.MsgspecError:
+                close_all(fds)
+                raise
+            return
+
     async def start_zygote(self) -> None:
         """Start the zygote."""
+        if self._is_paused:
+            return
         try:
             await self._group.zygote.start(self._group.load, timeout_s=_ZYGOTE_START_S)
         except UnderstudyError as error:
@@ -54,15 +94,25 @@ class GroupChores:
                 self._group.zygote.emit(
                     "zygote_given_up", "engines start cold from now on, which takes seconds"
                 )
-            if self._group.zygote.is_alive:
-                await self._group.zygote.fence(timeout_s=FENCE_S)
+            if self._group.zygote.is_alive and not self._is_paused:
+                await self._group.zygote.end(timeout_s=FENCE_S)
+
+    async def end_zygote(self) -> None:
+        """Kill a zygote that does not answer."""
+        self._group.zygote.emit("zygote_silent", f"{self._group.zygote.name} does not answer")
+        await self._group.zygote.end(timeout_s=FENCE_S)
 
     async def start_engine(self, unit: "EngineUnit") -> None:
         """Start an instance and prove it; a failure becomes the verdict DEAD."""
+        if self._is_paused or not unit.may_be_spawned:
+            return  # decided before a pause or an eviction
         zygote = self._group.zygote if self._group.zygote.is_ready else None
         try:
             await unit.start(zygote, load_timeout_s=self._group.settings.cache.load_timeout)
-            if await self.prove(unit):
+            is_right = await self.prove(unit)
+            if unit.state is not EngineState.STARTING:
+                return  # condemned meanwhile
+            if is_right:
                 unit.apply(StateEvent.PROVEN, Facts(known_answer_matches=True))
             else:
                 unit.judge(Verdict.DEAD, "answers the canary wrongly")
@@ -96,17 +146,31 @@ class GroupChores:
         if self._group.cache is not None and self._group.cache.is_serving and not unit.is_batch:
             self._group.cache.in_background(self._group.cache.hold())
 
-    async def fence_engine(self, unit: "EngineUnit") -> None:
-        """Kill the engine's tree, wait for evidence, bury it.
+    async def fence_engine(self, unit: "EngineUnit", *, timeout_s: float = FENCE_S) -> int:
+        """Cut the engine off, kill its tree, wait for evidence, bury it; returns the streams cut.
+
+        One that was condemned or unkillable before is only looked at again.
 
         Raises:
             FenceNotProvenError: it may still act; the engine is UNKILLABLE now.
         """
-        unit.apply(StateEvent.CONDEMNED)
+        if unit.state in ALIVE:
+            unit.apply(StateEvent.CONDEMNED)
+        unit.is_being_fenced = True
         try:
-            await unit.fence(timeout_s=FENCE_S)
+            streams_cut = await self._group.fleet.cut(unit.instance)
+            await unit.fence(timeout_s=timeout_s)
         except FenceNotProvenError as error:
-            unit.apply(StateEvent.FENCE_TIMED_OUT)
-            unit.emit("fence_not_proven", str(error))
+            if unit.state is EngineState.FENCING:
+                unit.apply(StateEvent.FENCE_TIMED_OUT)
+                unit.emit("fence_not_proven", str(error))
             raise
+        finally:
+            unit.is_being_fenced = False
         unit.confirm_dead()
+        return streams_cut
+
+    @property
+    def _is_paused(self) -> bool:
+        """A chore that was decided before a pause does not begin in it."""
+        return self._group.services.is_paused

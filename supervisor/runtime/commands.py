@@ -18,9 +18,10 @@ from supervisor.errors import (
     NotFoundError,
     PreconditionError,
     StartFailedError,
+    UnderstudyError,
 )
+from supervisor.runtime.chores import FENCE_S
 from supervisor.runtime.engine import EngineUnit
-from supervisor.runtime.gateways import CUT_ACK_S
 from supervisor.runtime.group import GroupRuntime
 from supervisor.runtime.operations import OpenOperation
 
@@ -170,24 +171,39 @@ class GroupCommands:
             operation = group.operations.open("evict", group=group.name, engine=name, cause=cause)
             operation.text = f"evict {name}"
             unit.is_held = hold
-            if unit.state in ALIVE:
-                handle, unit.death_was_ours = unit.handle, True
-                unit.apply(StateEvent.CONDEMNED)
-                operation.cut_streams = await group.fleet.push(timeout_s=CUT_ACK_S)
-                await unit.fence(timeout_s=_MEMORY_BACK_S)
-                operation.phase("fence")
-                if handle is not None:
-                    await handle.wait_reaped(timeout_s=_MEMORY_BACK_S)
-                operation.phase("memory")
-                unit.confirm_dead()
-            if unit.state is not _S.EVICTED:
-                unit.apply(StateEvent.EVICTION_COMPLETED)
+            try:
+                await self._end_batch(unit, operation)
+            except UnderstudyError as error:
+                operation.finish("failed", error=str(error))
+                raise
             operation.finish("done")
         total_s = operation.phases_ms["total"] / 1000
         group.services.metrics.eviction(group.name, name, "done", total_s)
         group.services.metrics.batch_action(group.name, "evict", "done", total_s)
         unit.emit("evicted", f"{name} was evicted", phases_ms=operation.rounded_ms())
         return operation
+
+    async def _end_batch(self, unit: EngineUnit, operation: OpenOperation) -> None:
+        """Fence it, whoever began, and wait until the kernel has freed its memory."""
+        await self._end_of_fence(unit)
+        handle = None
+        if unit.state in ALIVE:
+            handle, unit.death_was_ours = unit.handle, True
+            operation.cut_streams = await self._group.chores.fence_engine(unit)
+        if unit.state is _S.UNKILLABLE:
+            raise PreconditionError(
+                f"{unit.name} cannot be killed, its memory stays taken", hint=f"see {unit.log_path}"
+            )
+        if unit.state is not _S.EVICTED:  # at once, or it would be started again
+            unit.apply(StateEvent.EVICTION_COMPLETED)
+        operation.phase("fence")
+        if handle is not None:
+            await handle.wait_reaped(timeout_s=_MEMORY_BACK_S)
+        operation.phase("memory")
+
+    async def _end_of_fence(self, unit: EngineUnit) -> None:
+        """Somebody fences it already: wait for the outcome."""
+        await self._group.wait_until(lambda: unit.state is not _S.FENCING, timeout_s=2 * FENCE_S)
 
     async def resume(self, name: str, *, cause: str = "operator") -> OpenOperation:
         """Start an evicted (or given up) engine again and wait until it serves."""
@@ -284,6 +300,7 @@ class GroupCommands:
                 raise PreconditionError(
                     f"{name} is the primary", hint="run 'supervisor promote' first, then restart it"
                 )
+            await self._end_of_fence(unit)
             if unit.state in ALIVE:
                 unit.death_was_ours = True
                 await group.chores.fence_engine(unit)

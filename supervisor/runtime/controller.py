@@ -1,14 +1,18 @@
 """The admin API's view of the runtime: finds the group, checks, lets `GroupCommands` do it."""
 
-from typing import Any
+import asyncio
+from typing import Any, Final
 
 from supervisor.admin.controller import Operation
-from supervisor.errors import NotFoundError, PreconditionError
+from supervisor.errors import ConflictError, NotFoundError, PreconditionError
 from supervisor.runtime.commands import GroupCommands
 from supervisor.runtime.group import GroupRuntime
 from supervisor.runtime.supervisor import SupervisorRuntime
 
 __all__ = ["RuntimeController"]
+
+
+_REST_S: Final = 10.0
 
 
 class RuntimeController:
@@ -122,7 +126,16 @@ class RuntimeController:
 
     async def pause(self) -> Operation:
         """No signal, no start, no promotion until `unpause`."""
-        return self._set_paused(is_paused=True)
+        answer = self._set_paused(is_paused=True)
+        # What was under way may still signal and start; the answer means that nothing does.
+        groups = self._runtime.groups
+        rests = await asyncio.gather(*(g.come_to_rest(timeout_s=_REST_S) for g in groups))
+        if not all(rests):
+            raise ConflictError(
+                "paused, but an operation that began before is still under way",
+                hint="see 'supervisor history'; nothing new begins",
+            )
+        return answer
 
     async def unpause(self) -> Operation:
         """Automation goes on."""

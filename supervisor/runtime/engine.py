@@ -28,7 +28,7 @@ from supervisor.core.states import ALIVE, EngineState, Facts, StateEvent, next_s
 from supervisor.core.verdict import ProgressJudge, Sample, Verdict
 from supervisor.errors import DeadlineExceededError, StartFailedError, UnderstudyError
 from supervisor.gateway.protocol import RouteTarget
-from supervisor.process import ExitEvidence
+from supervisor.process import ProcessId
 from supervisor.runtime.services import Services, python_module
 from supervisor.runtime.unit import Unit
 from supervisor.runtime.zygote import ZygoteUnit
@@ -68,6 +68,8 @@ class EngineUnit(Unit):
         self.is_proven = True
         self.is_held = False  # evicted by the operator with --hold
         self.death_was_ours = False
+        self.is_being_fenced = False  # somebody waits for the evidence
+        self.is_forking = False
         self.failure = ""
         self.role_epoch = 0  # the epoch under which the current instance got its role
         self._group = group
@@ -117,6 +119,11 @@ class EngineUnit(Unit):
 
     # ------------------------------------------------------------------- start
 
+    @property
+    def may_be_spawned(self) -> bool:
+        """Whether nothing of it exists and nobody keeps it away."""
+        return self.state in (EngineState.ABSENT, EngineState.STOPPED)
+
     async def start(self, zygote: ZygoteUnit | None, *, load_timeout_s: float) -> None:
         """Fork (or spawn, when there is no zygote) a new instance and wait until it is proven.
 
@@ -128,12 +135,7 @@ class EngineUnit(Unit):
         self._forget()
         spec = self._spec(instance, load_timeout_s)
         if zygote is not None and zygote.is_ready:
-            log_fd = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            try:
-                process = await zygote.fork(spec, self.marker().value(), log_fd, timeout_s=_FORK_S)
-            finally:
-                os.close(log_fd)
-            self.take(process, instance)
+            self.take(await self._fork(zygote, spec), instance)
         else:
             path = self.services.paths.spec(instance)
             path.write_bytes(msgspec.json.encode(spec))
@@ -148,6 +150,15 @@ class EngineUnit(Unit):
             self.services.metrics.attach(self.group, attach_ms / 1000)
         self.emit("engine_ready", f"{self.name} is attached", took_s=round(took_s, 3), how=how,
                   attach_ms=attach_ms, instance=instance, pid=self.pid)  # fmt: skip
+
+    async def _fork(self, zygote: ZygoteUnit, spec: EngineSpec) -> ProcessId:
+        log_fd = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.is_forking = True
+        try:
+            return await zygote.fork(spec, self.marker().value(), log_fd, timeout_s=_FORK_S)
+        finally:
+            self.is_forking = False
+            os.close(log_fd)
 
     async def join(self, *, timeout_s: float) -> None:
         """Connect to the current instance and map its progress page."""
@@ -261,9 +272,9 @@ class EngineUnit(Unit):
         """Rows that decode, from the progress page."""
         return self._page.get("active") if self._page is not None else 0
 
-    def on_death(self, evidence: ExitEvidence) -> None:
+    def on_death(self, process: ProcessId) -> None:
         """Only the verdict: what follows is decided, not done here."""
-        self.judge(Verdict.DEAD, f"pid {evidence.process.pid} exited")
+        self.judge(Verdict.DEAD, f"pid {process.pid} exited")
         self._changed.set()
 
     def confirm_dead(self) -> None:

@@ -29,7 +29,8 @@ from supervisor.gateway.protocol import (
     Routes,
     RoutesAck,
 )
-from supervisor.process import ExitEvidence
+from supervisor.process import ProcessId
+from supervisor.runtime.pulse import Pulse
 from supervisor.runtime.services import Services, python_module
 from supervisor.runtime.unit import Unit
 from supervisor.topology.schema import Gateway
@@ -40,6 +41,7 @@ CUT_ACK_S: Final = 0.02
 """How long a recovery waits for workers to confirm a cut (design: at most 20 ms)."""
 
 _PUSH_S: Final = 2.0
+_FENCE_S: Final = 2.0
 _START_S: Final = 30.0
 _BACKLOG: Final = 1024
 
@@ -120,6 +122,10 @@ class GatewayUnit(Unit):
         )
         self.status = msgspec.json.decode(raw, type=GatewayStatus)
 
+    def starts(self) -> bool:
+        """Whether its start, which has a deadline of its own, is under way."""
+        return self.is_starting
+
     async def listener(self) -> socket.socket:
         """The listening socket, from a worker that outlived its supervisor."""
         _, fds = await self.call_with_fds("listener", timeout_s=2.0)
@@ -127,10 +133,10 @@ class GatewayUnit(Unit):
             os.close(extra)
         return socket.socket(fileno=fds[0])
 
-    def on_death(self, evidence: ExitEvidence) -> None:
+    def on_death(self, process: ProcessId) -> None:
         """Its streams are lost with it; new connections wait for the next worker."""
         self.services.metrics.set_gateway(self.name, None)
-        self.note_death(evidence)
+        self.note_death(process)
 
     def _event(self, event: Event, fds: list[int]) -> None:
         for fd in fds:
@@ -161,6 +167,7 @@ class GatewayFleet:
         self._sequence = 0
         self._on_worker_death = on_worker_death
         self._known_instances: dict[str, str] = {}
+        self._in_force: list[GroupRoute] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.listener: socket.socket | None = None
         self.workers = [
@@ -173,6 +180,7 @@ class GatewayFleet:
             )
             for index in range(settings.workers)
         ]
+        self._pulses = [Pulse(w, "status", is_starting=w.starts) for w in self.workers]
 
     @property
     def address(self) -> str:
@@ -187,10 +195,6 @@ class GatewayFleet:
         if self.listener is None:
             listen = self._settings.listen
             self.listener = listen_tcp(listen.host, listen.port)
-
-    def adopt_sequence(self, status: GatewayStatus) -> None:
-        """Go on counting where the last supervisor stopped."""
-        self._sequence = max(self._sequence, status.sequence)
 
     def reconcile(self) -> None:
         """Start every worker that is not there and may come back."""
@@ -212,6 +216,8 @@ class GatewayFleet:
         try:
             delay_s = max(0.0, worker.record.not_before_s - self._services.clock.monotonic())
             await asyncio.sleep(delay_s)
+            if self._services.is_paused or self._services.is_stopping:
+                return
             await worker.start(self.listener, limits)
             self._known_instances[worker.name] = worker.instance
             worker.emit("gateway_ready", f"{worker.name} accepts connections", pid=worker.pid)
@@ -222,8 +228,29 @@ class GatewayFleet:
                 asyncio.get_running_loop().call_soon(self.reconcile)
 
     def adopt(self, worker: GatewayUnit) -> None:
-        """Remember a worker that a former supervisor started."""
+        """Remember a worker that a former supervisor started, and go on counting."""
         self._known_instances[worker.name] = worker.instance
+        if worker.status is not None:
+            self._sequence = max(self._sequence, worker.status.sequence)
+
+    async def look_after(self) -> None:
+        """Ask every worker whether it answers; end those that have not for a while."""
+        await asyncio.gather(*(p.beat() for p in self._pulses))
+        for worker, pulse in zip(self.workers, self._pulses, strict=True):
+            if not pulse.is_silent or self._services.is_paused or self._services.is_stopping:
+                continue
+            worker.emit("gateway_silent", f"{worker.name} does not answer")
+            await worker.end(timeout_s=_FENCE_S)
+
+    async def cut(self, instance: str) -> int:
+        """Make sure that nothing is sent to this engine any more; how many streams were cut.
+
+        The route in force must not name it by now, as its state says.
+        """
+        targets = [t for r in self._in_force for t in (r.primary, r.batch) if t is not None]
+        if all(t.instance != instance for t in targets):
+            return 0
+        return await self.push(timeout_s=CUT_ACK_S)
 
     async def push(self, *, timeout_s: float) -> int:
         """Put the current table in force everywhere; returns how many streams were cut.
@@ -231,7 +258,8 @@ class GatewayFleet:
         Workers that do not confirm in time are left behind: they get the table once they read.
         """
         self._sequence += 1
-        table = Routes(self._sequence, self._routes())
+        self._in_force = self._routes()
+        table = Routes(self._sequence, self._in_force)
         answers = await asyncio.gather(
             *(self._push_one(w, table, timeout_s) for w in self.workers if w.client is not None)
         )

@@ -14,7 +14,7 @@ Invariants
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +25,8 @@ from supervisor.core.decide import (
     AssignStandby,
     Chore,
     Decision,
+    EndCache,
+    EndZygote,
     EngineView,
     Fence,
     GiveUp,
@@ -42,6 +44,7 @@ from supervisor.runtime.chores import GroupChores
 from supervisor.runtime.engine import EngineUnit
 from supervisor.runtime.gateways import GatewayFleet
 from supervisor.runtime.operations import OperationLog
+from supervisor.runtime.pulse import Pulse
 from supervisor.runtime.recovery import Recovery
 from supervisor.runtime.services import Services, policy_of
 from supervisor.runtime.zygote import ZygoteUnit
@@ -69,6 +72,7 @@ class GroupRuntime:
         fleet: GatewayFleet,
         operations: OperationLog,
         *,
+        has_stray: Callable[[Iterable[str]], bool],
         on_epoch: Callable[[], None],
     ) -> None:
         self.services = services
@@ -77,9 +81,11 @@ class GroupRuntime:
         self.fleet = fleet
         self.operations = operations
         self.on_epoch = on_epoch
+        self._has_stray = has_stray
         self.epoch = 0  # 0: not known yet, or nobody was ever promoted
         self.epoch_ceiling = 0  # of the last supervisor: no epoch above it was given out
         self.is_cut = False
+        self.is_open = False  # nothing is decided before everything found at start was adopted
         self.golden: list[int] | None = None
         self.preferred = next(e.name for e in group.engines if e.role is EngineRole.PRIMARY)
         self.lock = asyncio.Lock()
@@ -114,6 +120,13 @@ class GroupRuntime:
             EngineUnit(services, group, e, load=self.load, policy=policy, on_change=self.reconcile)
             for e in group.engines
         ]
+        zygote, cache = self.zygote, self.cache
+        self._zygote_pulse = Pulse(zygote, "children", is_starting=lambda: zygote.is_starting)
+        self._cache_pulse = (
+            Pulse(cache, "status", is_starting=lambda: cache.is_starting)
+            if cache is not None
+            else None
+        )
         self.chores = GroupChores(self)
         self.recovery = Recovery(self)
 
@@ -186,20 +199,27 @@ class GroupRuntime:
                     may_start=e.may_start,
                     has_given_up=e.record.has_given_up,
                     is_proven=e.is_proven,
+                    is_being_fenced=e.is_being_fenced,
+                    is_gone=e.is_lost,
                 )
                 for e in self.engines
             ),
             preferred_primary=self.preferred,
             is_paused=self.services.is_paused,
             is_judging_blocked=self.is_judging_blocked(),
+            has_stray=self._has_stray(e.name for e in self.engines if not e.is_batch),
             zygote_is_ready=zygote.is_ready,
+            zygote_is_silent=self._zygote_pulse.is_silent and free("zygote"),
             zygote_may_start=not zygote.is_alive
             and not zygote.record.has_given_up
             and zygote.may_start
             and free("zygote"),
             zygote_has_given_up=zygote.record.has_given_up,
+            cache_is_silent=self._cache_pulse is not None
+            and self._cache_pulse.is_silent
+            and free("cache"),
             cache_may_start=cache is not None
-            and not cache.is_alive
+            and not cache.is_settled
             and cache.may_start
             and free("cache"),
         )
@@ -209,7 +229,7 @@ class GroupRuntime:
     def reconcile(self) -> None:
         """Decide, and start what was decided. Called at every change and every sample."""
         self.changed.set()
-        if self.services.is_stopping:
+        if self.services.is_stopping or not self.is_open:
             return
         decision = decide(self.snapshot())
         if decision.sentence not in (self._sentence, "no action"):
@@ -230,6 +250,10 @@ class GroupRuntime:
         match chore:
             case StartCache():
                 self.run_chore("cache", self.chores.start_cache())
+            case EndCache():
+                self.run_chore("cache", self.chores.end_cache())
+            case EndZygote():
+                self.run_chore("zygote", self.chores.end_zygote())
             case StartZygote():
                 self.run_chore("zygote", self.chores.start_zygote())
             case StartEngine(name):
@@ -248,6 +272,24 @@ class GroupRuntime:
                 unit = self.engine(name)
                 unit.apply(StateEvent.GIVEN_UP)
                 self.fail_start(unit.start_failure())
+
+    def open(self) -> None:
+        """Everything that was found is adopted: decide from now on."""
+        self.is_open = True
+        self.reconcile()
+
+    async def feel_pulses(self) -> None:
+        """Ask zygote and cache daemon whether they still answer."""
+        pulses = (self._zygote_pulse, self._cache_pulse)
+        await asyncio.gather(*(p.beat() for p in pulses if p is not None))
+
+    async def come_to_rest(self, *, timeout_s: float) -> bool:
+        """Wait until nothing is under way that signals, starts or promotes; False: it still is."""
+        return await self.wait_until(lambda: not self._is_acting(), timeout_s=timeout_s)
+
+    def _is_acting(self) -> bool:
+        fences = any(key == "recovery" or key.startswith("fence ") for key in self._chores)
+        return self.lock.locked() or fences or any(e.is_forking for e in self.engines)
 
     def _is_free(self, key: str) -> bool:
         return key not in self._chores

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from supervisor.runtime.group import GroupRuntime
 from supervisor.runtime.operations import OperationLog
 from supervisor.runtime.services import Services
 from supervisor.runtime.status import gateway_status, group_status
+from supervisor.runtime.strays import Strays
 from supervisor.runtime.unit import Unit
 from supervisor.runtime.watch import GroupWatch
 
@@ -36,9 +38,10 @@ _WORKER_POLICY: Final = RestartPolicy(
 """Gateway workers never give up: without them nobody is answered."""
 
 _JANITOR_S: Final = 1.0
+_SWEEP_ROUNDS: Final = 5  # reading the environment of every process of the user costs milliseconds
 _GRACE_S: Final = 3.0
 _FENCE_S: Final = 10.0
-_BURIAL_S: Final = 60.0
+_BURIAL_S: Final = 15.0  # one that cannot be killed must not keep us
 
 
 class SupervisorRuntime:
@@ -66,8 +69,16 @@ class SupervisorRuntime:
             on_first_token=self._first_token,
             on_worker_death=self._gateway_died,
         )
+        self.strays = Strays(services, self.units)
         self.groups = [
-            GroupRuntime(services, g, self.fleet, self.operations, on_epoch=self.save)
+            GroupRuntime(
+                services,
+                g,
+                self.fleet,
+                self.operations,
+                has_stray=self.strays.has_engine_of,
+                on_epoch=self.save,
+            )
             for g in topology.groups
         ]
         for group in self.groups:
@@ -81,30 +92,44 @@ class SupervisorRuntime:
     async def start(self) -> None:
         """Adopt what is there, start the rest, wait until every group serves.
 
+        Where something was adopted, or automation is paused, a group that does not come up is no
+        reason to end the others: the supervisor goes on, as it would later.
+
         Raises:
             UnderstudyError: something that is needed did not come up; the caller stops all.
         """
         found = await adopt(self)
         if found.adopted or found.ended:
             log.info("adopted %d, ended %d processes", len(found.adopted), len(found.ended))
+        must_serve = not (found.adopted or self.services.is_paused)
         self.fleet.bind()
         self._janitor = asyncio.get_running_loop().create_task(self._keep_house())
         self.fleet.reconcile()
         for group, watch in zip(self.groups, self._watches, strict=True):
-            group.reconcile()
+            group.open()
             watch.start()
         await self.fleet.push(timeout_s=2.0)
-        await asyncio.gather(*(self._first_service(g) for g in self.groups))
+        try:
+            await self._all_serve()
+        except UnderstudyError as error:
+            if must_serve:
+                raise
+            self.services.events.append("start_incomplete", str(error))
         if self.stop_requested.is_set():
             return
-        if not await self.fleet.first_ready(timeout_s=60.0):
-            raise StartFailedError(
-                "no gateway worker answers", hint=f"see {self.services.paths.logs}"
-            )
         self.is_ready = True
         self.save()
         self.services.events.append("started", f"{self.services.topology.name} serves")
         self.services.observer.ready(self.status())
+
+    async def _all_serve(self) -> None:
+        if self.services.is_paused:
+            return
+        await asyncio.gather(*(self._first_service(g) for g in self.groups))
+        if not self.stop_requested.is_set() and not await self.fleet.first_ready(timeout_s=60.0):
+            raise StartFailedError(
+                "no gateway worker answers", hint=f"see {self.services.paths.logs}"
+            )
 
     async def _first_service(self, group: GroupRuntime) -> None:
         """Wait until the group serves, it fails for good, or somebody stops us."""
@@ -188,11 +213,15 @@ class SupervisorRuntime:
             self.fleet.adopt(unit)
 
     async def _keep_house(self) -> None:
+        rounds = itertools.count(1)
         while True:
             await asyncio.sleep(_JANITOR_S)
             try:
                 self.services.machine.reap_orphans(self.services.owned_pids)
                 self.save()
+                await self.fleet.look_after()
+                if next(rounds) % _SWEEP_ROUNDS == 0:
+                    await self.strays.sweep()
             except Exception:
                 log.exception("house-keeping failed once")
 

@@ -31,6 +31,7 @@ from supervisor.errors import (
 from supervisor.process import (
     ExitEvidence,
     FenceEvidence,
+    FenceNotProvenError,
     Marker,
     ProcessId,
 )
@@ -79,13 +80,14 @@ class Unit:
         self.client: ControlClient | None = None
         self.started_s = 0.0
         self.started_ns = 0
-        self.death: ExitEvidence | None = None
+        self.is_lost = False  # its death was seen, or it was given up as unkillable
         self.last_alive_ns: int | None = None  # the last look before the death was seen
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_change = on_change
         self._watch: ExitWatch | None = None
         self._stop_changed = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
+        self._buried: set[str] = set()  # instances that the kernel still tears down
 
     # ------------------------------------------------------------------ facts
 
@@ -97,7 +99,14 @@ class Unit:
     @property
     def is_alive(self) -> bool:
         """Whether an instance exists whose death was not seen."""
-        return self.handle is not None and self.death is None
+        return self.handle is not None and not self.is_lost
+
+    def owns(self, process: ProcessId, instance: str) -> bool:
+        """Whether that process is the current instance, or one that is being buried."""
+        if instance in self._buried:
+            return True
+        is_current = instance == self.instance
+        return is_current and (self.handle is None or self.handle.process == process)
 
     @property
     def is_stopped_by_signal(self) -> bool:
@@ -125,11 +134,14 @@ class Unit:
         """Name the next instance; forget everything about the last one."""
         self.release()
         self.instance = f"{self.name}-{secrets.token_hex(4)}"
-        self.death = None
+        self.is_lost = False
         self.died = asyncio.get_running_loop().create_future()
         self.started_s = self.services.clock.monotonic()
-        self.started_ns = self.services.clock.monotonic_ns()
+        self.started_ns = self._now_ns()
         return self.instance
+
+    def _now_ns(self) -> int:
+        return self.services.clock.monotonic_ns()
 
     def marker(self) -> Marker:
         """The claim that the current instance carries in its environment."""
@@ -217,23 +229,26 @@ class Unit:
     # ------------------------------------------------------------------- death
 
     def _on_dead(self, evidence: ExitEvidence) -> None:
-        self.death = evidence
         self.last_alive_ns = self._watch.last_alive_ns if self._watch is not None else None
+        self._lose(evidence.process)
+
+    def _lose(self, process: ProcessId) -> None:
+        self.is_lost = True
         if not self.died.done():
             self.died.set_result(None)
         if self.client is not None:
             self.client.close()
             self.client = None
-        self.on_death(evidence)
+        self.on_death(process)
         self._on_change()
 
-    def on_death(self, evidence: ExitEvidence) -> None:
-        """Hook: the instance is proven dead. Must not block."""
+    def on_death(self, process: ProcessId) -> None:
+        """Hook: the instance is dead. Must not block."""
 
-    def note_death(self, evidence: ExitEvidence) -> None:
+    def note_death(self, process: ProcessId) -> None:
         """Event, metric and record of a death that nobody decided about: gateway, zygote, cache."""
         if not self.services.is_stopping:
-            self.emit(f"{self.kind}_died", f"{self.name} died", pid=evidence.process.pid)
+            self.emit(f"{self.kind}_died", f"{self.name} died", pid=process.pid)
             self.services.metrics.restart(kind=self.kind, group=self.group, name=self.name)
         self.after_death(was_ours=self.services.is_stopping)
 
@@ -263,15 +278,34 @@ class Unit:
         if self.client is not None:
             self.client.close()
             self.client = None
+        if not self.died.done():
+            self.died.set_result(None)  # the fence may prove a death before the watcher sees it
         handle, self.handle = self.handle, None
         if handle is not None:
+            self._buried.add(self.instance)
             self.in_background(self._bury(handle, self.instance))
 
     async def _bury(self, handle: Handle, instance: str) -> None:
-        await handle.wait_reaped(timeout_s=_BURIAL_S)
-        handle.close()
-        self.services.owned_pids.discard(handle.process.pid)
+        try:
+            await handle.wait_reaped(timeout_s=_BURIAL_S)
+        finally:
+            handle.close()
+            self._buried.discard(instance)
+            self.services.owned_pids.discard(handle.process.pid)
         self.services.paths.forget(instance)
+
+    async def end(self, *, timeout_s: float) -> None:
+        """Kill a helper that is of no use; one that cannot be killed is left behind.
+
+        Its death is then noted like any other, and the next instance is started.
+        """
+        handle = self.handle
+        try:
+            await self.fence(timeout_s=timeout_s)
+        except FenceNotProvenError as error:
+            self.emit("fence_not_proven", str(error))
+        if handle is not None and self.handle is handle:  # the watcher has not seen it yet
+            self._lose(handle.process)
 
     def in_background(self, work: Any) -> asyncio.Task[Any]:  # noqa: ANN401 - any coroutine
         """Run a coroutine beside everything else; its failure is logged, never lost."""
@@ -309,9 +343,12 @@ class Unit:
         return self.is_stopped_by_signal
 
     async def settle(self, *, timeout_s: float) -> None:
-        """Wait until the background work (burials) is done."""
+        """Wait until the background work (burials) is done; what takes longer is given up."""
         if self._background:
-            await asyncio.wait(self._background, timeout=timeout_s)
+            _, late = await asyncio.wait(self._background, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     # ---------------------------------------------------------------- requests
 

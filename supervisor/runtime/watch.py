@@ -5,6 +5,7 @@ do not work. Each loop survives its own errors: a group that is not watched woul
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -17,6 +18,7 @@ from supervisor.observe.looplag import LoopLag
 from supervisor.runtime.commands import GroupCommands
 from supervisor.runtime.engine import EngineUnit
 from supervisor.runtime.group import GroupRuntime
+from supervisor.runtime.pulse import BEAT_S
 
 __all__ = ["GroupWatch"]
 
@@ -51,6 +53,7 @@ class GroupWatch:
             (health.interval, self._sample),
             (_HTTP_INTERVAL_S, self._probe_http),
             (health.canary, self._ask_canaries),
+            (BEAT_S, self._group.feel_pulses),
         )
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(_every(s, step)) for s, step in loops]
@@ -117,8 +120,10 @@ class GroupWatch:
             counts[engine.instance] = before + 1 if answer is False else 0
             await engine.refresh(timeout_s=_HTTP_TIMEOUT_S)
         self._unhealthy = counts
-        if self._group.cache is not None and self._group.cache.is_serving:
-            await self._group.cache.refresh()
+        cache = self._group.cache
+        if cache is not None and cache.is_serving:
+            with contextlib.suppress(UnderstudyError):  # its pulse judges silence
+                await cache.refresh()
 
     async def _ask_canaries(self) -> None:
         for engine in self._group.engines:

@@ -18,7 +18,7 @@ from engines.contract import (
     ZygoteSpec,
 )
 from supervisor.core.restart import RestartPolicy
-from supervisor.process import ExitEvidence, ProcessId, own_boot_id
+from supervisor.process import ProcessId, own_boot_id
 from supervisor.runtime.services import Services, python_module
 from supervisor.runtime.unit import Unit
 
@@ -108,10 +108,10 @@ class ZygoteUnit(Unit):
         raw = await self.call("children", timeout_s=timeout_s)
         return msgspec.json.decode(raw, type=Children).children
 
-    def on_death(self, evidence: ExitEvidence) -> None:
+    def on_death(self, process: ProcessId) -> None:
         """Without it engines go on; only new ones need a new zygote."""
         self.hello = None
-        self.note_death(evidence)
+        self.note_death(process)
 
     def _event(self, event: Event, fds: list[int]) -> None:
         for fd in fds:

@@ -87,6 +87,9 @@ class FakeGateway(Proc):
     def handle(self, verb: str, params: Any, memories: Sequence[Memory | None], reply: Reply) -> None:
         """See the protocol."""
         match verb:
+            case "routes" if params.sequence <= self.table.sequence:
+                self.world.judge.breach(f"{self.unit} got table {params.sequence} a second time")
+                reply(RoutesAck(params.sequence, 0))
             case "routes":
                 self.later(self.between(0.0002, 0.003), lambda: self._replace(params, reply))
             case "status":
@@ -242,7 +245,7 @@ class FakeCache(Proc):
     def _loaded(self) -> None:
         if self.world.failing_loads > 0:
             self.world.failing_loads -= 1
-            self._state = "failed"
+            self._state, self.is_blemished = "failed", "failing load"
             self._error = ErrorBody("load_failed", "the loader died")
         else:
             self._state, self._loads = "serving", self._loads + 1

@@ -70,6 +70,7 @@ class FakeClient:
         self._queue: deque[_Request] = deque()
         self._is_serving = False
         self._pending: set[asyncio.Future[tuple[msgspec.Raw, list[int]]]] = set()
+        self._last_there_ns = self._last_back_ns = 0
         proc.connections.append(self)
 
     async def call(
@@ -87,7 +88,10 @@ class FakeClient:
             asyncio.get_running_loop().create_future(),
         )  # fmt: skip
         self._pending.add(request.future)
-        world.clock.after(self.proc.random.uniform(*_WIRE_S), lambda: self._arrive(request))
+        clock = world.clock
+        due_ns = clock.now_ns + int(self.proc.random.uniform(*_WIRE_S) * 1e9)
+        self._last_there_ns = max(due_ns, self._last_there_ns + 1)  # a socket keeps the order
+        clock.after((self._last_there_ns - clock.now_ns) / 1e9, lambda: self._arrive(request))
         try:
             async with asyncio.timeout(timeout_s):
                 return await request.future
@@ -119,8 +123,7 @@ class FakeClient:
             if request.is_answered:
                 return
             request.is_answered = True
-            delay_s = self.proc.between(*_WIRE_S)
-            self.proc.later(delay_s, lambda: self._send(request, result, fds, error))
+            self._back(lambda: self._send(request, result, fds, error))
 
         if self.proc.lose_answers > 0:
             self.proc.lose_answers -= 1  # its handler is stuck, and with it this connection
@@ -128,6 +131,13 @@ class FakeClient:
             reply(self.proc.hello())
         else:
             self.proc.handle(request.verb, request.params, request.memories, reply)
+
+    def _back(self, deliver: Callable[[], None]) -> None:
+        """Something travels to the supervisor, behind what was sent before."""
+        clock = self.proc.world.clock
+        due_ns = clock.now_ns + int(self.proc.between(*_WIRE_S) * 1e9)
+        self._last_back_ns = max(due_ns, self._last_back_ns + 1)
+        clock.after((self._last_back_ns - clock.now_ns) / 1e9, deliver)
 
     def _send(
         self, request: _Request, result: object, fds: Sequence[Memory], error: ErrorBody | None
@@ -152,7 +162,7 @@ class FakeClient:
                 self._on_event(event, [])
 
         if not self.is_closed and not self.machine.is_gone:
-            self.machine.call_soon(read)
+            self._back(lambda: self.machine.call_soon(read))
 
     def lost(self) -> None:
         """End of file from the server."""

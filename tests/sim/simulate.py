@@ -50,6 +50,7 @@ def simulate(schedule: Schedule) -> Outcome:
         loop.set_exception_handler(lambda _, what: world.judge.breach(f"unhandled: {what}"))
         loop.run_until_complete(_run(world, loop, schedule))
     finally:
+        _unwind(loop)
         logger.handlers, logger.propagate = before
         loop.close()
         world.close()
@@ -58,6 +59,16 @@ def simulate(schedule: Schedule) -> Outcome:
         schedule, tuple(dict.fromkeys(judge.violations)), tuple(judge.sentences()),
         clock.elapsed_s, judge.promotions,
     )  # fmt: skip
+
+
+def _unwind(loop: SimLoop) -> None:
+    """Nothing of this run may wake up in the next one."""
+    for _ in range(5):
+        if not (pending := asyncio.all_tasks(loop)):
+            return
+        for task in pending:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
 
 
 def _owned_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:

@@ -1,0 +1,66 @@
+"""Whether a helper process (zygote, cache daemon, gateway worker) still answers.
+
+Engines are judged by their progress; helpers have none, so they are asked something cheap once a
+second. `UNANSWERED` questions in a row, or state `T` at two looks in a row, make one silent: it
+lives and is of no use. What follows is decided elsewhere; here nothing is signalled.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from supervisor.errors import ConnectionClosedError, DeadlineExceededError, RemoteError
+from supervisor.runtime.unit import Unit
+
+__all__ = ["BEAT_S", "UNANSWERED", "Pulse"]
+
+BEAT_S: Final = 1.0
+UNANSWERED: Final = 5
+"""A zygote forks for up to 0.1 s and a daemon checks a donation; nobody is busy for seconds."""
+
+_STOPPED_LOOKS: Final = 2
+
+
+class Pulse:
+    """The pulse of one unit. `is_starting` tells when it has a deadline of its own.
+
+    Counted in questions without an answer, not in time: a supervisor that was stalled itself has
+    asked nothing meanwhile.
+    """
+
+    def __init__(self, unit: Unit, verb: str, *, is_starting: Callable[[], bool]) -> None:
+        self._unit = unit
+        self._verb = verb
+        self._is_starting = is_starting
+        self._instance = ""
+        self._unanswered = 0
+        self._stopped_looks = 0
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the unit lives and does not answer."""
+        if not self._unit.is_alive or self._unit.instance != self._instance:
+            return False
+        return self._unanswered >= UNANSWERED or self._stopped_looks >= _STOPPED_LOOKS
+
+    async def beat(self) -> None:
+        """Ask once; takes at most `BEAT_S`. To be called once in that time."""
+        unit = self._unit
+        if unit.instance != self._instance:
+            self._instance = unit.instance
+            self._unanswered = self._stopped_looks = 0
+        if not unit.is_alive:
+            return
+        self._stopped_looks = self._stopped_looks + 1 if unit.is_stopped_by_signal else 0
+        if self._is_starting() or await self._answers():
+            self._unanswered = 0
+        elif unit.instance == self._instance:
+            self._unanswered += 1
+
+    async def _answers(self) -> bool:
+        try:
+            await self._unit.call(self._verb, timeout_s=BEAT_S)
+        except RemoteError:
+            return True  # an error is an answer
+        except (ConnectionClosedError, DeadlineExceededError):
+            return False
+        return True
