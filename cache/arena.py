@@ -10,7 +10,7 @@ closes them exactly once. The memory lives as long as any process holds a descri
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 from cache.errors import BackendNotBuiltError
 
@@ -77,6 +77,10 @@ class ArenaMapping(Protocol):
     def close(self) -> None:
         """Unmap; idempotent."""
         ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_exc: object) -> None: ...
 
 
 class ArenaBackend(Protocol):
