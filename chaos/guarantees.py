@@ -125,6 +125,8 @@ def no_two_primaries_at_once(history: History) -> list[str]:
 def fenced_before_promoted(history: History) -> list[str]:
     """By the order of events: nobody is promoted while another may hold the role."""
     unsafe = {"primary", "promoting", "demoting", "fencing", "unkillable"}
+    changes = [e.event for e in history.events("engine_state")]
+    batch = {str(c.get("engine")) for c in changes if c.get("state") == "batch"}  # no rivals
     states: dict[str, str] = {}
     found = []
     for event in history.events("engine_state", "supervisor_started"):
@@ -136,7 +138,7 @@ def fenced_before_promoted(history: History) -> list[str]:
             found += [
                 f"{engine} was promoted while {other} was {its} (event {event.seq})"
                 for other, its in states.items()
-                if other != engine and its in unsafe
+                if other not in {engine, *batch} and its in unsafe
             ]
         states[engine] = state
     return found
