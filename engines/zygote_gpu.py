@@ -69,7 +69,7 @@ def _use_gpu(load: LoadSpec) -> NoReturn:
         from engines.native.device import device_of
 
         device = device_of(load.device)
-        device.prepare()
+        device.prepare(load.dtype)
         dtype = getattr(torch, load.dtype)
         values = torch.zeros(16, 128, device=device.torch_device, dtype=dtype)
         (values @ values.t()).float().argmax(dim=-1)

@@ -15,7 +15,7 @@ from torch import nn
 
 from cache.protocol import Manifest
 from engines.native.errors import LeftOnMetaError, TensorMismatchError
-from engines.native.experts import add_scales
+from engines.native.experts import add_scales, take_over
 from engines.native.fp8 import BLOCK, Fp8Linear
 from engines.native.untyped import Untyped
 
@@ -48,6 +48,7 @@ def bind(model: Untyped, tensors: Mapping[str, torch.Tensor], device: torch.devi
         TensorMismatchError: a tensor of the arena has another shape or dtype than the model's.
         LeftOnMetaError: the arena lacks tensors.
     """
+    take_over(model)
     _make_room_for_scales(model, tensors)
     _point(model, tensors)
     # Rotary tables are computed, not loaded: build that module again, on real memory.

@@ -9,6 +9,7 @@ from engines.native.streams import StreamPort
 
 __all__ = [
     "AssumeRole",
+    "BreakDevice",
     "Command",
     "Detach",
     "Flushed",
@@ -79,8 +80,24 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
+class BreakDevice:
+    """Only for chaos tests: see `faults`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the loop at the next step boundary."""
 
 
-Command = Submit | Detach | Flushed | Wake | AssumeRole | RunCanary | ReleaseGateway | Pause | Stop
+Command = (
+    Submit
+    | Detach
+    | Flushed
+    | Wake
+    | AssumeRole
+    | RunCanary
+    | ReleaseGateway
+    | Pause
+    | BreakDevice
+    | Stop
+)

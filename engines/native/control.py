@@ -24,7 +24,7 @@ from engines.contract import (
     EngineStatus,
     ReleaseGateway,
 )
-from engines.native.commands import AssumeRole, Pause, RunCanary
+from engines.native.commands import AssumeRole, BreakDevice, Pause, RunCanary
 from engines.native.commands import ReleaseGateway as ReleaseGatewayCommand
 from engines.native.errors import NotReadyError
 from engines.native.faults import Faults, InjectFault
@@ -134,7 +134,10 @@ class ControlServer:
         return None, ()
 
     async def _fault(self, _peer: RpcPeer, raw: msgspec.Raw, _fds: list[int]) -> Answer:
-        pause_s = self._host.faults.inject(_decode(raw, InjectFault))
+        order = _decode(raw, InjectFault)
+        pause_s = self._host.faults.inject(order)
+        if order.action == "device_error":
+            self._started().scheduler.post(BreakDevice())
         if pause_s:
             self._started().scheduler.post(Pause(pause_s))
         return None, ()

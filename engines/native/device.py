@@ -58,8 +58,11 @@ class Device:
         """Tokens of one prefill chunk. Part of what makes a stream's bits: never per request."""
         return _CUDA_CHUNK_TOKENS if self.is_cuda else _HOST_CHUNK_TOKENS
 
-    def prepare(self) -> None:
+    def prepare(self, dtype: str) -> None:
         """Make the device ready in this process; on CUDA this creates the context.
+
+        Args:
+            dtype: of the model, as torch names it; decides which attention kernels may run.
 
         Raises:
             RuntimeError: there is no such device.
@@ -69,7 +72,7 @@ class Device:
             torch.cuda.set_device(self.index)
             torch.cuda.init()
             torch.zeros(1, device=self.torch_device)
-            _use_only_proven_attention()
+            _use_one_attention(dtype)
 
     def tensor_at(self, address: int, size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         """A one-dimensional tensor over memory that outlives it; the caller sees to that."""
@@ -96,6 +99,17 @@ class Device:
         if self.is_cuda:
             torch.cuda.empty_cache()
 
+    def fail_on_purpose(self) -> None:
+        """Lose the device's context, for chaos tests; nothing on the CPU.
+
+        Raises:
+            RuntimeError: the error that every later call would meet, too.
+        """
+        if self.is_cuda:
+            behind_the_end = torch.ones(1, dtype=torch.int64, device=self.torch_device)
+            torch.zeros(1, device=self.torch_device).index_select(0, behind_the_end)
+            self.synchronize()
+
     def memory(self) -> DeviceMemory | None:
         """What this process holds beside the shared arenas, and what the GPU has left."""
         if not self.is_cuda:
@@ -115,16 +129,17 @@ def device_of(name: str) -> Device:
     return HOST if name == "cpu" else Device(name)
 
 
-def _use_only_proven_attention() -> None:
-    """Leave one attention kernel for half precision, so that no heuristic picks another.
+def _use_one_attention(dtype: str) -> None:
+    """Leave one attention kernel, so that no heuristic picks another.
 
-    cuDNN's reads slots with a mask at the speed of memory, and a row's bits depend on neither
-    neighbours nor index. Float32, which it does not do, falls to the plain formula.
+    For half precision cuDNN's: it reads slots with a mask at the speed of memory, and a row's bits
+    depend on neither neighbours nor index. Float32, which it does not do, takes the plain formula.
     """
+    is_half = dtype in ("bfloat16", "float16")
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    torch.backends.cuda.enable_math_sdp(True)
+    torch.backends.cuda.enable_cudnn_sdp(is_half)
+    torch.backends.cuda.enable_math_sdp(not is_half)
 
 
 class InputBuffer:

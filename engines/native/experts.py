@@ -1,13 +1,13 @@
 """Mixture-of-experts layers (Qwen3-MoE): fused weights `[experts, 2 x inner, hidden]`, no loop.
 
-`transformers` calls `routed_experts` in place of its own. Shapes never depend on the routing, so
-a step can be a graph. Two ways to compute the same sum:
+`take_over` puts `routed_experts` in the place of the library's own. Shapes never depend on the
+routing, so a step can be a graph. Two ways to compute the same sum:
 
     grouped  rows sorted by expert, one grouped matrix product: reads only experts that are used
     dense    every expert for every row: reads all of them, no row can notice its neighbours
 
 Whether `grouped` gives a row the same bits beside other neighbours is for the self-check to say;
-if it does not, the decode step goes over to `dense` (`DecodeExperts`). Prefill computes one
+if it does not, the decode step goes over to `dense`. Prefill computes one
 request alone in chunks of one shape, so it is always grouped on a GPU.
 
 Block-wise FP8 experts (`gate_up_proj_scale_inv`, `down_proj_scale_inv`): torch has no grouped
@@ -16,6 +16,7 @@ they are dequantised for each call, which is right and slow.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Final, Literal
 
@@ -25,9 +26,7 @@ from torch import nn
 from engines.native.fp8 import blocks_of, dequantise
 from engines.native.untyped import Untyped
 
-__all__ = ["NAME", "ExpertsMode", "add_scales", "experts_mode", "register", "routed_experts"]
-
-NAME: Final = "understudy_experts"
+__all__ = ["ExpertsMode", "add_scales", "experts_mode", "routed_experts", "take_over"]
 
 ExpertsMode = Literal["grouped", "dense"]
 
@@ -115,6 +114,13 @@ def _grouped(
     return (mine * shares.unsqueeze(-1)).sum(dim=1).to(rows.dtype)
 
 
+def take_over(model: nn.Module) -> None:
+    """Let every experts module of a model compute with `routed_experts`."""
+    for module in model.modules():
+        if getattr(module, "gate_up_proj", None) is not None and hasattr(module, "down_proj"):
+            module.forward = functools.partial(routed_experts, module)
+
+
 def add_scales(module: nn.Module) -> None:
     """Make room (on `meta`) for quantised weights and their scales in an experts module."""
     for name in ("gate_up_proj", "down_proj"):
@@ -125,10 +131,3 @@ def add_scales(module: nn.Module) -> None:
         module.register_parameter(
             f"{name}_scale_inv", nn.Parameter(scale.float(), requires_grad=False)
         )
-
-
-def register() -> None:
-    """Make the function known to the library; idempotent."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(NAME, routed_experts)

@@ -9,6 +9,7 @@ exit            the process ends at once with `status`, without a word to anybod
 ignore_sigterm  SIGTERM is ignored from now on
 wrong_answer    the canary answers wrongly for `duration_s`
 unhealthy       `/health` answers 503 for `duration_s`
+device_error    the GPU reports an error that its context does not survive (nothing on the CPU)
 slow_health     `/health` answers `delay_s` late for `duration_s`
 """
 
@@ -30,7 +31,15 @@ FAULTS_VARIABLE: Final = "UNDERSTUDY_FAULTS"
 class InjectFault(msgspec.Struct, frozen=True):
     """Parameters of the verb `fault`."""
 
-    action: Literal["stall", "exit", "ignore_sigterm", "wrong_answer", "unhealthy", "slow_health"]
+    action: Literal[
+        "stall",
+        "exit",
+        "ignore_sigterm",
+        "wrong_answer",
+        "unhealthy",
+        "slow_health",
+        "device_error",
+    ]
     duration_s: float = 0.0
     delay_s: float = 0.0
     status: int = 0
@@ -59,6 +68,8 @@ class Faults:
                 self._health_delay_s = order.delay_s
             case "wrong_answer" | "unhealthy":
                 pass  # looked up when the next question comes
+            case "device_error":
+                pass  # the model thread's to do
             case _:
                 assert_never(order.action)
         return 0.0

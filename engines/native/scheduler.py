@@ -30,6 +30,7 @@ from engines.contract import Accepted, Assumed, CanaryResult, End, GenerateError
 from engines.native.canary import Canary, CanaryFailedError
 from engines.native.commands import (
     AssumeRole,
+    BreakDevice,
     Command,
     Detach,
     Flushed,
@@ -161,6 +162,8 @@ class Scheduler:
                 self._release_gateway(gateway)
             case Pause(duration_s=duration_s):
                 time.sleep(duration_s)
+            case BreakDevice():
+                self._model.device.fail_on_purpose()
             case Stop():
                 self._stop()
 

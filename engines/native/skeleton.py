@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cache.errors import UnsupportedModelError
 from cache.protocol import KvGeometry, LoadSpec
-from engines.native import attention, experts
+from engines.native import attention
 from engines.native.text import Decoding, decoding_for
 from engines.native.untyped import Untyped
 
@@ -78,7 +78,6 @@ def build_skeleton(load: LoadSpec) -> Skeleton:
         UnsupportedModelError: the engine cannot run this model, or not exactly.
     """
     attention.register()
-    experts.register()
     if load.tp_size != 1 or load.pp_size != 1:
         raise UnsupportedModelError("one engine runs the whole model: set tensor_parallel to 1")
     path = load.model_path
@@ -99,7 +98,8 @@ def build_skeleton(load: LoadSpec) -> Skeleton:
     # quantiser must not look at it.
     config.__dict__.pop("quantization_config", None)
     if getattr(config, "num_experts", 0):
-        config._experts_implementation = experts.NAME
+        # Ours is put in later; asking what the library could use might touch the GPU.
+        config._experts_implementation = "eager"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,

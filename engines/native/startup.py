@@ -55,7 +55,7 @@ def start_engine(
         UnderstudyError: one of the typed errors of cache and engine; the process cannot serve.
     """
     device = device_of(spec.load.device)
-    device.prepare()
+    device.prepare(spec.load.dtype)
     skeleton = skeleton or build_skeleton(spec.load)
     geometry = skeleton.kv_geometry(slots=spec.slots, max_length=spec.max_length)
     ballast = Ballast(spec.ballast_bytes)
