@@ -20,7 +20,7 @@ from cache.cudamapping import CudaMapping
 from cache.errors import ArenaMemoryError, CudaError, MappingError, RemoteError
 from cache.manifest import owned_tensors
 from cache.protocol import Donate, KvGeometry, Scrubbed
-from tests.harness.cache_daemon import DaemonProcess, wait_until
+from tests.harness.cache_daemon import DaemonProcess, open_fds, wait_until
 from tests.harness.checkpoints import make_checkpoint, spec_for
 
 pytestmark = pytest.mark.gpu
