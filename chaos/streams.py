@@ -62,15 +62,17 @@ class StreamRequest:
     temperature: float
     seed: int
     model: str = "chat"
+    top_k: int = 0  # 0: off
 
     def body(self) -> dict[str, Any]:
-        """The request as the OpenAI API takes it; `ignore_eos` is the extension for long texts."""
+        """The request as the OpenAI API takes it; `ignore_eos` and `top_k` are extensions."""
         return {
             "model": self.model,
             "prompt": self.prompt,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "seed": self.seed,
+            "top_k": self.top_k,
             "stream": True,
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
@@ -177,6 +179,8 @@ class StreamFleet:
         deadline = time.monotonic() + timeout_s
         while min(self._received.values()) < count:
             broken = [r for r in self.records if r.error is not None]
+            if self._failure is not None:
+                raise self._failure
             if broken or self.is_done:
                 reasons = "; ".join(f"{r.request.name}: {r.error}" for r in broken)
                 raise BrokenStreamError(f"streams ended before {count} chunks: {reasons}")
@@ -261,7 +265,7 @@ async def read_openai(
 ) -> None:
     """Run one request with the official client; what it raises becomes the record's error."""
     body = record.request.body()
-    extra = {"ignore_eos": body.pop("ignore_eos")}
+    extra = {name: body.pop(name) for name in ("ignore_eos", "top_k")}
     try:
         stream = await client.completions.create(**body, extra_body=extra)
         async for chunk in stream:

@@ -1,28 +1,57 @@
 """Fixtures of the system tests: one running system a module, its logs in a failed report."""
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 
-from chaos.system import RunningSystem, SystemOptions
+from chaos.system import DEMO_MODEL, RunningSystem, SystemOptions
+from tests.harness.near_ties import make_near_tie_model
 from tests.harness.rounds import Figures, Load
 
 SYSTEMS = pytest.StashKey[list[tuple[Path, RunningSystem]]]()
 """Systems whose logs belong into a failed report, with the test file that started each. They stay
 here after their stop: a failure of the stop itself is reported later still."""
 
+FAILURES = pytest.StashKey[Counter[Path]]()
+"""Failed tests that shared a running system, by test file."""
+
+TOO_MANY_FAILURES = 3
+"""A system that broke is broken for the tests behind it too: each would wait out its deadlines."""
+
+FIGURES = pytest.StashKey[list[str]]()
+"""One line for each module that measured something; printed below the results."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SYSTEMS] = []
+    config.stash[FAILURES] = Counter()
+    config.stash[FIGURES] = []
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.config.stash[FAILURES][item.path] >= TOO_MANY_FAILURES:
+        pytest.fail("not run: the system of this module broke earlier, see above", pytrace=False)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was measured belongs into every report, passed or not."""
+    if lines := terminalreporter.config.stash[FIGURES]:
+        terminalreporter.section("measured")
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item,
+    call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A failed system test shows the end of the supervisor's and of every child's log."""
     report = yield
+    if report.failed and call.when != "setup" and "system" in getattr(item, "fixturenames", ()):
+        item.config.stash[FAILURES][item.path] += 1
     if report.failed:
         of_this_file = [s for path, s in item.config.stash[SYSTEMS] if path == item.path]
         for system in of_this_file[-1:]:  # earlier ones belong to tests that have ended
@@ -44,6 +73,12 @@ def new_system(
         return system
 
     return make
+
+
+@pytest.fixture(scope="session")
+def near_tie_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose texts change with the last bit of a logit."""
+    return make_near_tie_model(DEMO_MODEL, tmp_path_factory.mktemp("near-ties") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +106,8 @@ def load(system: RunningSystem) -> Load:
 def figures(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Figures]:
-    """Collects what the rounds of a module measure; printed at its end."""
+    """Collects what the rounds of a module measure; printed at the end of the run."""
     collected = Figures(request.path.stem.removeprefix("test_system_"))
     yield collected
     if collected.rounds:
-        text = collected.write(tmp_path_factory.mktemp("figures"))
-        reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is not None:
-            reporter.write_line(f"\n{text}")
+        request.config.stash[FIGURES].append(collected.write(tmp_path_factory.mktemp("figures")))

@@ -2,12 +2,15 @@
 
 import random
 import signal
+from pathlib import Path
 
 import pytest
 
 from chaos.judge import Spread
 from chaos.system import RunningSystem, SystemOptions
-from tests.harness.rounds import STREAM_TOKENS, Figures, Load
+from engines.contract import GenerateBody
+from tests.harness.rounds import STREAM_TOKENS, Figures, Load, make_load
+from tests.integration.engines_support import Engine, engine_spec
 
 ROUNDS = 20
 WORST_GAP_MS = 3000.0
@@ -16,8 +19,32 @@ nothing about 100 ms. The figures themselves are made by benchmarks/takeover.py.
 
 
 @pytest.fixture(scope="module")
-def system_options() -> SystemOptions:
-    return SystemOptions(ballast="256MiB")
+def system_options(near_tie_model: Path) -> SystemOptions:
+    return SystemOptions(model=near_tie_model, ballast="2GiB")
+
+
+async def test_a_stream_that_is_recomputed_would_be_noticed(system: RunningSystem) -> None:
+    """The power of all tests below: other roundings, and the text soon is another one."""
+    group = system.wait_whole().group
+    primary = group.engine("primary")
+    assert primary is not None
+    assert primary.instance is not None
+    spec = engine_spec(system.state_dir / "run", primary.name, instance=primary.instance)
+    engine = Engine(spec)
+    engine.epoch = group.epoch
+    prompts = [request.prompt for request in make_load() if request.temperature == 0]
+    for prompt in prompts:
+        body = GenerateBody(
+            "completion", prompt=prompt, max_tokens=40, temperature=0.0, ignore_eos=True
+        )
+        whole = await engine.complete(body)
+        assert whole.accepted is not None
+        delivered = [*whole.accepted.prompt_ids, *whole.token_ids[:10]]
+        body = GenerateBody(
+            "completion", prompt=delivered, max_tokens=30, temperature=0.0, ignore_eos=True
+        )
+        recomputed = await engine.complete(body)
+        assert recomputed.token_ids != whole.token_ids[10:], prompt
 
 
 @pytest.mark.parametrize("round_", range(ROUNDS))

@@ -2,14 +2,20 @@
 
 import random
 import time
+from pathlib import Path
 
 import pytest
 
 from chaos.judge import Spread
-from chaos.system import RunningSystem
+from chaos.system import RunningSystem, SystemOptions
 from tests.harness.rounds import STREAM_TOKENS, Figures, Load
 
 ROUNDS = 20
+
+
+@pytest.fixture(scope="module")
+def system_options(near_tie_model: Path) -> SystemOptions:
+    return SystemOptions(model=near_tie_model)
 
 
 @pytest.mark.parametrize("round_", range(ROUNDS))
