@@ -1,7 +1,8 @@
-"""The requests of a chaos run: prompts whose answers change when a logit changes in its last bit.
+"""The requests of a chaos run: half greedy, half sampled at temperature 1 with a seed.
 
-A text proves exactness only where a small error would show. Half of the requests are sampled at
-temperature 1 with a seed; half are greedy, from prompts whose best two tokens come close.
+A text proves exactness only where a small error would show, so they are asked of a model whose
+every other token has a twin (`chaos.near_ties`); of the sampled ones, every second request cuts
+off the unlikely at an odd number, so that of a pair of twins one is kept, and rounding says which.
 """
 
 import random
@@ -9,6 +10,8 @@ import random
 from chaos.streams import StreamRequest
 
 __all__ = ["make_pool"]
+
+_SPLIT_PAIRS_TOP_K = 5
 
 _BEGINNINGS = (
     "Once upon a time there was", "The capital of the old kingdom", "She opened the letter and",
@@ -34,6 +37,7 @@ def make_pool(count: int, *, tokens: tuple[int, int], seed: int) -> list[StreamR
                 max_tokens=chance.randint(*tokens),
                 temperature=0.0 if is_greedy else 1.0,
                 seed=seed * 1000 + index,
+                top_k=_SPLIT_PAIRS_TOP_K if index % 4 == 3 else 0,
             )
         )
     return pool

@@ -42,10 +42,11 @@ from chaos.history import (
 )
 from chaos.load import LoadProfile, OpenLoad
 from chaos.machine import this_machine
+from chaos.near_ties import make_near_tie_model
 from chaos.requests import make_pool
 from chaos.scenario import CommandStep, Expect, FaultStep, Scenario, Step, Wait
 from chaos.streams import StreamFleet, StreamRequest
-from chaos.system import RunningSystem, SystemOptions
+from chaos.system import DEMO_MODEL, RunningSystem, SystemOptions
 from chaos.watching import ProcessWatcher, StatusWatcher, missing, pids_of
 from supervisor.process import ProcessId, own_boot_id, read_marker, read_process_id, signal_process
 
@@ -131,7 +132,9 @@ class Run:
         self._scenario = scenario
         self._recorder = recorder
         self._tell = tell
-        self._options = _options(scenario, self.fault_dir)
+        shutil.rmtree(directory / "model", ignore_errors=True)
+        model = make_near_tie_model(DEMO_MODEL, directory / "model", seed=seed)
+        self._options = _options(scenario, self.fault_dir, model)
         self.system = RunningSystem(directory, self._options, state_dir=state_dir)
         pool = make_pool(scenario.pool, tokens=scenario.tokens, seed=seed)
         self._pool = pool
@@ -571,9 +574,10 @@ def _continue(process: ProcessId) -> None:
     signal_process(process, signal.SIGCONT)
 
 
-def _options(scenario: Scenario, orders: Path) -> SystemOptions:
+def _options(scenario: Scenario, orders: Path, model: Path) -> SystemOptions:
     shape = scenario.system
     return SystemOptions(
+        model=model,
         standby=shape.standby,
         batch=shape.batch,
         ballast=shape.ballast,
