@@ -218,8 +218,15 @@ def spec_of(folder: Path, quantization: str = "none") -> LoadSpec:
 
 
 def ours(
-    report: Report, folder: Path, name: str, *, quantization: str = "none", repeat: int = 3, threads: int | None = None, buffer_bytes: int = BUFFER_BYTES,
-) -> dict[str, Any]:  # fmt: skip
+    report: Report,
+    folder: Path,
+    name: str,
+    *,
+    quantization: str = "none",
+    repeat: int = 3,
+    threads: int | None = None,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> dict[str, Any]:
     """Seconds of filling an arena, checksums included; imports and context are not counted."""
     plan = plan_of(spec_of(folder, quantization), read_checkpoint(folder))
     times = []
