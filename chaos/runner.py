@@ -44,7 +44,7 @@ from chaos.load import LoadProfile, OpenLoad
 from chaos.machine import this_machine
 from chaos.near_ties import make_near_tie_model
 from chaos.requests import make_pool
-from chaos.scenario import CommandStep, Expect, FaultStep, Scenario, Step, Wait
+from chaos.scenario import CommandStep, Expect, FaultStep, Scenario, Step, Storm, Wait
 from chaos.streams import StreamFleet, StreamRequest
 from chaos.system import DEMO_MODEL, RunningSystem, SystemOptions
 from chaos.watching import ProcessWatcher, StatusWatcher, missing, pids_of
@@ -266,6 +266,8 @@ class Run:
             self._command(step.command)
         elif step.expect is not None:
             self._expect(step.expect)
+        elif step.storm is not None:
+            self._storm(step.storm)
         elif step.submit is not None:
             tokens = step.submit.tokens
             request = StreamRequest(f"long-{self._steps}", "A long story", tokens, 1.0, self._steps)
@@ -288,6 +290,19 @@ class Run:
             count = wait.flowing
             wait_until(lambda: self.load.flowing_streams >= count, f"{count} streams that flow",
                        timeout_s=wait.within)  # fmt: skip
+
+    def _storm(self, storm: Storm) -> None:
+        chance = random.Random(self.seed)
+        for _ in range(storm.times):
+            time.sleep(chance.uniform(*storm.pause))
+            fault = chance.choice(storm.faults)
+            try:
+                self._fault(FaultStep(do=fault))
+            except (UnderstudyError, OSError) as error:
+                self._tell(f"  nobody to hit: {error}")
+            if self.system.supervisor.poll() is not None:
+                time.sleep(chance.uniform(0.0, 1.0))
+                self._command(CommandStep(do="start_supervisor"))
 
     def _fault(self, step: FaultStep) -> None:
         self._remember()

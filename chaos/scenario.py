@@ -8,6 +8,7 @@ fault     one fault of the catalogue, with the bounds of its recovery
 command   an operator's order through the admin API, with the wanted answer
 expect    a condition that must come within a time; one that stays away breaks a guarantee
 submit    one long request beside the load
+storm     faults drawn from the seed, one after the other, without waiting for recovery
 calm      drain the load, wait until everything is whole, take stock of descriptors
 repeat    steps, several times
 """
@@ -32,6 +33,7 @@ __all__ = [
     "Scenario",
     "ScenarioError",
     "Step",
+    "Storm",
     "SubmitStep",
     "SystemShape",
     "Wait",
@@ -146,6 +148,15 @@ class SubmitStep(_Model):
     tokens: int = 1500
 
 
+class Storm(_Model):
+    """Faults drawn from the seed. A killed supervisor is followed by a new one a moment later."""
+
+    times: Annotated[int, Field(ge=1)]
+    faults: list[CATALOGUE]
+    pause: tuple[Seconds, Seconds] = (0.05, 3.0)
+    """Shortest and longest time between two faults."""
+
+
 class Step(_Model):
     """Exactly one of these."""
 
@@ -155,6 +166,7 @@ class Step(_Model):
     command: CommandStep | None = None
     expect: Expect | None = None
     submit: SubmitStep | None = None
+    storm: Storm | None = None
     calm: str | None = None
     repeat: "Repeat | None" = None
 
