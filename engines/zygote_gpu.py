@@ -5,8 +5,8 @@ CUDA's libraries are gigabytes of files: on a cold machine the first process tha
 computes what an engine computes first and ends; whether it succeeds matters to nobody else.
 """
 
+import contextlib
 import importlib
-import importlib.util
 import logging
 import os
 import select
@@ -24,6 +24,7 @@ GPU_ENVIRONMENT: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Makes `torch.cuda.is_available` ask the driver's management library instead of initialising
 CUDA: some library that we import may ask. To be set before torch is imported."""
 
+_SLOW_IMPORTS: Final = ("cuda.bindings.driver", "triton")
 _TIMEOUT_MS: Final = 60_000
 
 
@@ -42,8 +43,9 @@ def opened_gpu_files() -> list[str]:
 
 def warm_gpu_libraries(load: LoadSpec) -> None:
     """Fork once, use CUDA there, wait for the end; bounded in time, never an error."""
-    if importlib.util.find_spec("triton") is not None:
-        importlib.import_module("triton")  # kernels of quantised models; takes half a second
+    for module in _SLOW_IMPORTS:
+        with contextlib.suppress(ImportError):  # whoever needs it will say so
+            importlib.import_module(module)
     pid = os.fork()
     if pid == 0:
         _use_gpu(load)

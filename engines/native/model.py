@@ -4,9 +4,10 @@
 padded. These two shapes are the only ones that ever reach a matrix product, because bits of a
 row change with the shape (measured: `linear` differs between 1 and 16 rows).
 
-On a GPU both are captured as graphs, one for each attended length (`capture_next`): a few before
-the engine is ready, the others when it has nothing to do. What is not captured yet runs as a
-captured longer one, or eagerly; the bits are the same.
+On a GPU both are captured as graphs, one for each attended length: a few before the engine is
+ready, the others when it has nothing to do (`capture_next`) or seldom, under load
+(`capture_short`). What is not captured yet runs as a captured longer one, or eagerly; the bits are
+the same.
 
 Invariants
     1. The attended length of a decode step comes from `lengths`, a set the self-check proved
@@ -86,6 +87,7 @@ class SlotModel:
         hidden = _HIDDEN_FROM_CUDNN if device.is_cuda else float("-inf")
         self._zero = torch.zeros((), dtype=dtype, device=where)
         self._hidden = torch.full((), hidden, dtype=dtype, device=where)
+        self._lacking: int | None = None
         self._graphs: StepGraphs | None = None
         if device.is_cuda:
             self._graphs = StepGraphs(slots, self.vocabulary_size, where)
@@ -159,7 +161,9 @@ class SlotModel:
         captured = self._graphs.lengths(kind, kv) if self._graphs is not None else []
         if kind == "prefill" or not captured or captured[-1] < needed:
             return shortest
-        return captured[bisect_left(captured, needed)]
+        chosen = captured[bisect_left(captured, needed)]
+        self._lacking = shortest if chosen > shortest else None
+        return chosen
 
     def _run(
         self, kind: StepKind, kv: KvMemoryView, attended: int, eager: Callable[[], torch.Tensor]
@@ -178,11 +182,16 @@ class SlotModel:
         """Steps worth capturing for the serving memory, the most useful first."""
         full = kv.geometry.max_length
         yield "decode", full
-        prefills = attended_lengths(full)
-        for length in self.lengths[-2::-1]:
+        yield "decode", self.lengths[bisect_left(self.lengths, -(-full // 8))]
+        for length in self.lengths:
             yield "decode", length
-        for length in prefills:
+        for length in attended_lengths(full):
             yield "prefill", length
+
+    def capture_short(self, kv: KvMemoryView) -> bool:
+        """Capture what the last decode step lacked: it ran a longer graph than it needed."""
+        lacking, self._lacking = self._lacking, None
+        return lacking is not None and self.capture_once("decode", kv, lacking)
 
     def capture_next(self, kv: KvMemoryView) -> bool:
         """Capture one more step; False when there is none left. Takes some 100 ms."""

@@ -64,6 +64,8 @@ _NOT_SERVING: Final = GenerateError(
 )
 
 
+_CAPTURE_DELAY_S: Final = 5.0
+"""Quiet time of a new standby, and between two captures of an engine that always has work."""
 _MEMORY_INTERVAL_S: Final = 5.0
 _SETTLE_POLL_S: Final = 0.005
 """How often requests that wait for the end of a fenced predecessor look for it."""
@@ -109,6 +111,7 @@ class Scheduler:
         self._stopping = False
         self._look_at_memory_s = 0.0
         self._may_capture = model.device.is_cuda
+        self._capture_from_s = time.monotonic() + _CAPTURE_DELAY_S
         self.role: Role = "none"  # read by the event loop, written here
         self.epoch = 0
 
@@ -168,8 +171,14 @@ class Scheduler:
                 self._stop()
 
     def _capture_one(self) -> bool:
-        """Nothing to do: capture one more graph, unless all are, or an order has just come."""
+        """Nothing to do: capture one more graph, unless all are, or an order has just come.
+
+        A standby begins late: captures are pauses, and one that has just come up is the most
+        likely to be needed at once.
+        """
         if not self._may_capture or not self._inbox.empty():
+            return False
+        if self.role == "standby" and time.monotonic() < self._capture_from_s:
             return False
         kv = self._memory.kv
         self._may_capture = self._canary.capture() or self._model.capture_next(kv)
@@ -186,6 +195,9 @@ class Scheduler:
     def _idle_timeout_s(self) -> float | None:
         deadline_s = self._keeper.next_deadline_s()
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        if self._may_capture and self.role == "standby":
+            quiet_s = max(0.0, self._capture_from_s - time.monotonic())
+            left_s = quiet_s if left_s is None else min(left_s, quiet_s)
         if self._waiting and not self._keeper.is_settled:
             left_s = min(_SETTLE_POLL_S, _SETTLE_POLL_S if left_s is None else left_s)
         return left_s
@@ -356,6 +368,9 @@ class Scheduler:
             self._advance(row, token_id)
         self._meter.step_ends(is_prefill=False)
         self._outbox.flush()
+        if self._may_capture and time.monotonic() >= self._capture_from_s:
+            self._capture_from_s = time.monotonic() + _CAPTURE_DELAY_S
+            self._model.capture_short(self._memory.kv)
 
     def _decodable(self) -> list[Row]:
         return [r for r in self._keeper.in_state(RowState.DECODE) if not self._is_paused(r)]

@@ -8,6 +8,7 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -29,6 +30,9 @@ from engines.native.streams import Outbox
 __all__ = ["StartedEngine", "start_engine"]
 
 log = logging.getLogger(__name__)
+
+_FIRST_GRAPHS: Final = 2
+"""One serves any length; the other is for what is usual. The rest is captured later."""
 
 
 @dataclass(slots=True)
@@ -74,7 +78,8 @@ def start_engine(
     with torch.inference_mode():
         check = prove_once(model, weights.manifest.fingerprint, Path(spec.run_dir))
         model.lengths = check.lengths
-        model.capture_next(memory.kv)  # the one that serves any length; the others when idle
+        for _ in range(_FIRST_GRAPHS):
+            model.capture_next(memory.kv)
     log.info(
         "self-check in %.0f ms: exact=%s, attended lengths %s",
         check.duration_ms,
