@@ -292,13 +292,18 @@ class ProgressPage:
 
     Every word is an aligned 8-byte store (memoryview cast to Q): readers need no lock. Words:
     steps (decode or prefill steps finished), tokens (committed), active, queued (requests that
-    wait for a slot), step_started_ns and step_finished_ns (CLOCK_MONOTONIC), epoch.
+    wait for a slot), step_started_ns and step_finished_ns (CLOCK_MONOTONIC), epoch, runnable (rows
+    and requests that could make a step now: not parked, not waiting for a reader or for a slot that
+    somebody else holds), handled (commands that the model thread has carried out). Only `posted`
+    (commands given to it) is written by the thread that listens. Work that waits is `runnable > 0`
+    or `posted != handled`; with it, `steps` must rise.
     """
 
     SIZE_BYTES: Final = 4096
     MAGIC: Final = 0x5553_5047_0000_0001
     FIELDS: Final = (
         "steps", "tokens", "active", "queued", "step_started_ns", "step_finished_ns", "epoch",
+        "runnable", "handled", "posted",
     )  # fmt: skip
 
     def __init__(self, buffer: memoryview) -> None:
@@ -320,6 +325,11 @@ class ProgressPage:
     def get(self, field: str) -> int:
         """Read one word."""
         return self._words[1 + self.FIELDS.index(field)]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine could make progress now."""
+        return self.get("runnable") > 0 or self.get("posted") != self.get("handled")
 
     def release(self) -> None:
         """Drop the view, so that the mapping below may be closed."""

@@ -48,6 +48,9 @@ class Meter:
         self.device_memory: DeviceMemory | None = None
         self._page = page
         self._started_ns = 0
+        self._runnable = 0
+        self._posted = 0
+        self._handled = 0
 
     def step_begins(self) -> None:
         """A decode step or prefill chunk starts now."""
@@ -75,12 +78,28 @@ class Meter:
         page.set("step_finished_ns", now_ns)
         page.set("steps", counters.decode_steps + counters.prefill_chunks)
 
-    def publish(self, *, active: int, parked: int, queued: int, paused: int) -> None:
+    def command_posted(self) -> None:
+        """The model thread was given something to do. Called by the thread that listens."""
+        self._posted += 1
+        self._page.set("posted", self._posted)
+
+    def command_handled(self) -> None:
+        """It has carried it out."""
+        self._handled += 1
+        self._page.set("handled", self._handled)
+
+    def publish(
+        self, *, active: int, parked: int, queued: int, paused: int, free_slots: int
+    ) -> None:
         """How many rows and requests there are now."""
         if active != self.active:
             self._page.set("active", active)
         if queued != self.queued:
             self._page.set("queued", queued)
+        runnable = active - paused + min(queued, free_slots)
+        if runnable != self._runnable:
+            self._page.set("runnable", runnable)
+            self._runnable = runnable
         self.active, self.parked, self.queued, self.paused = active, parked, queued, paused
 
     def set_epoch(self, epoch: int) -> None:

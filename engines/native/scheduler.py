@@ -120,6 +120,7 @@ class Scheduler:
 
         The number of commands that can wait is bounded by the number of connections.
         """
+        self._meter.command_posted()
         self._inbox.put(command)
 
     def run(self) -> None:
@@ -169,6 +170,7 @@ class Scheduler:
                 self._model.device.fail_on_purpose()
             case Stop():
                 self._stop()
+        self._meter.command_handled()
 
     def _capture_one(self) -> bool:
         """Nothing to do: capture one more graph, unless all are, or an order has just come.
@@ -494,6 +496,7 @@ class Scheduler:
             parked=len(self._keeper.in_state(RowState.PARKED)),
             queued=len(self._waiting),
             paused=sum(1 for row in decoding if self._is_paused(row)),
+            free_slots=self._keeper.free_slots,
         )
 
 

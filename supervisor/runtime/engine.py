@@ -245,7 +245,7 @@ class EngineUnit(Unit):
         sample = Sample(
             at_ns=self.services.clock.monotonic_ns(),
             steps=self._page.get("steps"),
-            has_work=self._page.get("active") + self._page.get("queued") > 0,
+            has_work=self._page.has_work,
             is_stopped=self.is_stopped_by_signal,
             on_cpu_ns=cpu.on_cpu_ns,
             run_delay_ns=cpu.run_delay_ns,
