@@ -212,6 +212,7 @@ def test_killing_the_daemon_loses_nothing_and_a_new_one_serves_the_same_memory(
     entry = owned_tensors(weights.manifest)[0]
     before = mapping.copy_out(entry.offset_bytes, entry.size_bytes)
     first.kill()
+    first.control.close()
     assert mapping.copy_out(entry.offset_bytes, entry.size_bytes) == before
     with DaemonProcess(socket, "--device", DEVICE, instance="cache-test-2") as second:
         wrong = Donate(weights.manifest, spec, kv.opened)
