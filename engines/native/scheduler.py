@@ -496,7 +496,7 @@ class Scheduler:
             parked=len(self._keeper.in_state(RowState.PARKED)),
             queued=len(self._waiting),
             paused=sum(1 for row in decoding if self._is_paused(row)),
-            free_slots=self._keeper.free_slots,
+            free_slots=self._keeper.free_slots if self._keeper.is_settled else 0,
         )
 
 
