@@ -129,7 +129,8 @@ class Bench:
         self.memory = memory
         self.frames: dict[StreamPort, list[Any]] = {}
         self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.meter = Meter(ProgressPage(memoryview(bytearray(ProgressPage.SIZE_BYTES))))
+        self.page = ProgressPage(memoryview(bytearray(ProgressPage.SIZE_BYTES)))
+        self.meter = Meter(self.page)
         self.auto_flush = True
         self.scheduler = Scheduler(
             model=cast("SlotModel", model),

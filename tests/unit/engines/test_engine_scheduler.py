@@ -10,7 +10,7 @@ import pytest
 from cache.errors import StaleEpochError
 from cache.slots import SlotState
 from engines.contract import End, GenerateError
-from engines.native.commands import Detach, ReleaseGateway, Wake
+from engines.native.commands import Detach, Pause, ReleaseGateway, Wake
 from engines.native.errors import RoleNotPossibleError
 from engines.native.memory import PrivateMemory
 from engines.native.streams import StreamPort
@@ -223,3 +223,38 @@ def test_a_waiting_request_is_superseded_and_forgotten() -> None:
         bench.scheduler.post(Detach(blocker, is_cancelled=True))
         bench.idle()
         assert bench.tokens(second) == []
+
+
+# ----------------------------------------------- what the progress page calls work
+
+
+def test_requests_behind_parked_slots_are_no_work_that_stands_still() -> None:
+    """A gateway that died leaves parked slots: who waits behind them must not look like a hang."""
+    with running(FakeModel(slots=1, max_length=400)) as bench:
+        first = bench.submit(request(PROMPT, max_tokens=300))
+        bench.until(lambda: bench.tokens(first))
+        bench.scheduler.post(Detach(first, is_cancelled=False))
+        bench.until(lambda: bench.meter.parked == 1)
+        bench.accepted(bench.submit(request([9])))
+        bench.until(lambda: bench.meter.queued == 1)
+        bench.until(lambda: not bench.page.has_work)
+
+
+def test_a_row_whose_reader_is_slow_is_no_work_that_stands_still() -> None:
+    with running(FakeModel(max_length=400), max_unsent_tokens=5) as bench:
+        port = bench.submit(request(PROMPT, max_tokens=300))
+        bench.until(lambda: port.wants_wake)
+        bench.until(lambda: not bench.page.has_work)
+        assert bench.meter.active == 1
+
+
+def test_an_order_that_the_model_thread_does_not_take_is_work() -> None:
+    """A thread that stands still while nothing runs never sees the next request by itself."""
+    with running() as bench:
+        bench.until(lambda: not bench.page.has_work)
+        bench.scheduler.post(Pause(0.2))
+        bench.submit(request(PROMPT))
+        assert bench.page.has_work
+        assert bench.page.get("steps") == 0
+        bench.until(lambda: not bench.page.has_work)
+        assert bench.page.get("steps") > 0
