@@ -59,6 +59,7 @@ _ASSUME_S: Final = 5.0
 _PUSH_S: Final = 2.0
 _ZYGOTE_START_S: Final = 120.0
 _CANARY_S: Final = 30.0
+_LOST_GATEWAYS: Final = 16
 _SERVES_CLIENTS: Final = frozenset({EngineState.PRIMARY, EngineState.BATCH})
 
 
@@ -94,6 +95,7 @@ class GroupRuntime:
             asyncio.get_running_loop().create_future()
         )
         self.judged_failovers: list[float] = []  # monotonic seconds
+        self._lost_gateways: list[str] = []  # the newest dead workers
         self._published: GroupRoute | None = None
         self._chores: dict[str, asyncio.Task[None]] = {}
         self._created = int(services.clock.time())
@@ -337,10 +339,20 @@ class GroupRuntime:
 
     def gateway_died(self, instance: str) -> None:
         """Nobody will resume the streams of that worker: free their slots."""
+        self._lost_gateways = [*self._lost_gateways[1 - _LOST_GATEWAYS :], instance]
         for engine in self.engines:
             if engine.client is not None and engine.state in _SERVES_CLIENTS:
-                release = ReleaseGateway(instance)
-                engine.in_background(engine.call("release_gateway", release, timeout_s=_ASSUME_S))
+                self._release_gateway(engine, instance)
+
+    def release_lost_gateways(self, engine: EngineUnit) -> None:
+        """A new primary has adopted every slot, also those that nobody will ever resume."""
+        for instance in self._lost_gateways:
+            self._release_gateway(engine, instance)
+
+    @staticmethod
+    def _release_gateway(engine: EngineUnit, instance: str) -> None:
+        release = ReleaseGateway(instance)
+        engine.in_background(engine.call("release_gateway", release, timeout_s=_ASSUME_S))
 
     def first_token(self, event: FirstToken) -> None:
         """A gateway saw the first token behind a cut."""

@@ -123,6 +123,7 @@ class Recovery:
         unit.emit("promoted", f"{unit.name} is primary of epoch {epoch}", epoch=epoch,
                   adopted=len(assumed.adopted), map_ms=round(assumed.map_ms, 3),
                   adopt_ms=round(assumed.adopt_ms, 3))  # fmt: skip
+        group.release_lost_gateways(unit)
 
     async def _publish(self, operation: OpenOperation) -> None:
         group = self._group

@@ -53,6 +53,7 @@ class SupervisorRuntime:
         self.services = services
         self._journal = journal
         self._saved = state
+        self._former_gateways = {p.instance for p in state.processes if p.kind == "gateway"}
         self._lag = lag
         self.operations = OperationLog(services.clock)
         self.stop_requested = asyncio.Event()
@@ -99,6 +100,8 @@ class SupervisorRuntime:
             UnderstudyError: something that is needed did not come up; the caller stops all.
         """
         found = await adopt(self)
+        for instance in self._former_gateways - set(found.adopted):
+            self._gateway_died(instance)  # while no supervisor was there to see it
         if found.adopted or found.ended:
             log.info("adopted %d, ended %d processes", len(found.adopted), len(found.ended))
         must_serve = not (found.adopted or self.services.is_paused)
