@@ -7,6 +7,7 @@ An estimate for `plan` and `check`, made before anything is started. Weights and
 from dataclasses import dataclass
 from typing import Final
 
+from cache.blocks import BLOCK, FP8_BLOCK
 from cache.protocol import TENSOR_ALIGNMENT_BYTES, KvGeometry, dtype_bytes
 from supervisor.topology.checkpoint import Checkpoint
 from supervisor.topology.schema import Engine, EngineRole, Group
@@ -60,14 +61,20 @@ class GroupMemory:
         return shared + private + self.processes_bytes
 
 
-def weights_bytes(checkpoint: Checkpoint, dtype: str) -> int | None:
-    """Size of the weight arena: floating tensors in `dtype`, each aligned."""
+def weights_bytes(checkpoint: Checkpoint, dtype: str, quantization: str = "none") -> int | None:
+    """Size of the weight arena: floating tensors in `dtype`, each aligned.
+
+    Linear layers that are quantised on load take one byte a weight, and four a block for scales.
+    """
     if not checkpoint.tensors:
         return None
     total = 0
+    is_online = quantization == FP8_BLOCK and not checkpoint.text_config("quantization_config")
     for tensor in checkpoint.tensors:
         width = dtype_bytes(dtype)
         size = tensor.elements * width if tensor.is_floating else tensor.size_bytes
+        if is_online and tensor.is_floating and tensor.name.endswith("_proj.weight"):
+            size = tensor.elements + tensor.elements // (BLOCK * BLOCK) * 4
         total += -(-size // TENSOR_ALIGNMENT_BYTES) * TENSOR_ALIGNMENT_BYTES
     return total
 
@@ -105,7 +112,7 @@ def estimate_group(group: Group, checkpoint: Checkpoint) -> GroupMemory:
     uses_cache = group.cache.mode != "off"
     daemon_bytes = CACHE_DAEMON_BYTES if group.cache.mode == "daemon" else 0
     return GroupMemory(
-        weights_bytes=weights_bytes(checkpoint, group.model.dtype),
+        weights_bytes=weights_bytes(checkpoint, group.model.dtype, group.model.quantization),
         copies=1 if uses_cache else len(group.engines),
         kv_bytes=kv.total_bytes if kv else None,
         private_kv_bytes=private,

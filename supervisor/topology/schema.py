@@ -213,8 +213,9 @@ class Model(_Model):
     """Folder in Hugging Face format: config, safetensors, tokenizer."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights in the arena; tensors of another floating type are converted on load."""
-    quantization: Literal["none"] = "none"
-    """Allow-list: only what the cache can share without losing meaning."""
+    quantization: Literal["none", "fp8_block"] = "none"
+    """Allow-list: only what the cache can share without losing meaning. `fp8_block` keeps linear
+    layers as E4M3 in blocks of 128 x 128, stored so or quantised on load; needs a GPU."""
     revision: str = ""
     """Free text that becomes part of the fingerprint."""
 

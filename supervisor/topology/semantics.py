@@ -22,6 +22,7 @@ def check_semantics(topology: Topology) -> Iterator[Issue]:
     for index, group in enumerate(topology.groups):
         place: Place = ("groups", index)
         yield from _devices(group, place)
+        yield from _quantization(group, place)
         yield from _roles(group, place)
         yield from _private_kv(group, place)
         yield from _cache(group, place)
@@ -48,6 +49,12 @@ def _addresses(topology: Topology) -> Iterator[Issue]:
 
 def _is_loopback(address: ListenAddress) -> bool:
     return address.host == "localhost" or ipaddress.ip_address(address.host).is_loopback
+
+
+def _quantization(group: Group, place: Place) -> Iterator[Issue]:
+    if group.model.quantization != "none" and "cpu" in group.devices:
+        what = f"quantization {group.model.quantization} needs a GPU"
+        yield Issue((*place, "model", "quantization"), what, "write none, or devices: [cuda:0]")
 
 
 def _same(one: ListenAddress, other: ListenAddress) -> bool:

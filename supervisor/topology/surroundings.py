@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from cache.blocks import FP8_BLOCK, is_block_fp8
 from supervisor.topology.checkpoint import Checkpoint, read_checkpoint
 from supervisor.topology.findings import Issue, Place, Severity, readable
 from supervisor.topology.machine import Machine
@@ -116,10 +117,7 @@ def _is_socket(path: Path) -> bool:
 
 def _model(group: Group, checkpoint: Checkpoint, place: Place) -> Iterator[Issue]:
     path = (*place, "model", "path")
-    method = _quantisation(checkpoint)
-    if method is not None:
-        what = f"the checkpoint is quantised with {method}, which is not in the allow-list"
-        yield Issue(path, what, "write an unquantised checkpoint")
+    yield from _quantised(group, checkpoint, place)
     limit = checkpoint.number("max_position_embeddings")
     if limit is None:
         return
@@ -136,12 +134,23 @@ def _too_long(wanted: int, limit: int, place: Place, path: Place) -> Issue:
     return Issue(place, what, f"write {limit // 128 * 128} or less", needs=(path,))
 
 
-def _quantisation(checkpoint: Checkpoint) -> str | None:
+def _quantised(group: Group, checkpoint: Checkpoint, place: Place) -> Iterator[Issue]:
+    """A quantised checkpoint must be in the one format that is loaded, and be asked for so."""
     settings = checkpoint.text_config("quantization_config")
-    if settings is None:
-        return None
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    return str(method) if method else "an unnamed method"
+    if not settings:
+        return
+    if not isinstance(settings, dict) or not is_block_fp8(settings):
+        method = settings.get("quant_method") if isinstance(settings, dict) else None
+        named = str(method) if method else "an unnamed method"
+        what = f"the checkpoint is quantised with {named}, which is not in the allow-list"
+        instead = "write an unquantised checkpoint"
+        if method == "fp8":
+            what = "the checkpoint is FP8, but not in blocks of 128 x 128 with dynamic activations"
+            instead = "write one in block-wise FP8, or an unquantised checkpoint"
+        yield Issue((*place, "model", "path"), what, instead)
+    elif group.model.quantization != FP8_BLOCK:
+        what = "the checkpoint is quantised in block-wise FP8"
+        yield Issue((*place, "model", "quantization"), what, f"write {FP8_BLOCK}")
 
 
 def _devices(group: Group, place: Place, machine: Machine) -> Iterator[Issue]:

@@ -194,6 +194,12 @@ def test_batch_rules_without_a_batch_engine_are_a_warning(site: Site) -> None:
     assert (finding.line, finding.severity) == (14, Severity.WARNING)
 
 
+def test_fp8_on_a_cpu(site: Site) -> None:
+    (finding,) = site.check({"model: {": "model: {quantization: fp8_block, "})
+    assert finding.path == "groups[0].model.quantization"
+    assert finding.what == "quantization fp8_block needs a GPU"
+
+
 def test_one_gpu_is_supported_and_two_are_not_yet(site: Site) -> None:
     one = site.check({"[cpu]": "['cuda:0']"})
     assert not [f for f in one if "yet" in f.what]

@@ -181,6 +181,26 @@ def test_a_quantisation_outside_the_allow_list(site: Site) -> None:
     assert finding.what == ("the checkpoint is quantised with awq, which is not in the allow-list")
 
 
+BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+
+
+def test_block_fp8_must_be_asked_for(site: Site) -> None:
+    write_config(site, quantization_config=BLOCK_FP8)
+    machine, on_gpu = FakeMachine(gpus=frozenset({0})), {"[cpu]": "[cuda:0]"}
+    finding = only(site.check(on_gpu, machine=machine))
+    assert finding.path == "groups[0].model.quantization"
+    assert finding.instead == "write fp8_block"
+    asked = {**on_gpu, "model: {": "model: {quantization: fp8_block, "}
+    assert site.check(asked, machine=machine) == []
+    write_config(site)
+    assert site.check(asked, machine=machine) == [], "then it is quantised on load"
+
+
+def test_fp8_in_another_form(site: Site) -> None:
+    write_config(site, quantization_config={"quant_method": "fp8"})
+    assert "not in blocks of 128 x 128" in only(site.check()).what
+
+
 def test_a_config_that_is_not_json(site: Site) -> None:
     (site.model / "config.json").write_text("{")
     assert only(site.check()).what == f"{site.model / 'config.json'}: is not JSON"
