@@ -57,6 +57,7 @@ class Injury:
     at_ns: int
     targets: tuple[Target, ...] = ()
     breaks_streams: bool = False
+    closes_port: bool = False
     is_deadly: bool = False
     note: str = ""
 
@@ -111,8 +112,9 @@ class SignalFault(FaultModel):
             if not world.send(target, sig):
                 raise UnderstudyError(f"{target.role} was gone before the signal")
         deadly = self.signal in _DEADLY
-        return Injury(at_ns, targets, breaks_streams=deadly and "gateway" in roles,
-                      is_deadly=deadly)  # fmt: skip
+        breaks = deadly and "gateway" in roles
+        closes = breaks and "supervisor" in roles and world.system.options.workers == 1
+        return Injury(at_ns, targets, breaks_streams=breaks, closes_port=closes, is_deadly=deadly)
 
 
 class ContinueFault(FaultModel):

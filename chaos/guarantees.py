@@ -186,7 +186,16 @@ def _is_wanted(history: History, error: str) -> bool:
 
 
 def _may_break(history: History, stream: Stream) -> bool:
-    """Whether its own gateway died, or the whole system was stopped, while it was open."""
+    """Whether its own gateway died, or the whole system was stopped, while it was open.
+
+    The listening socket survives as long as the supervisor or one worker holds it; when all of them
+    are killed at once, clients are refused until the next supervisor has bound it again.
+    """
+    for fault in history.all(Fault):
+        if fault.closes_port and "refused" in (stream.error or ""):
+            until_s = whole_after_s(history, fault) or float("inf")
+            if 0 <= stream.started_ns - fault.at_ns <= until_s * 1e9:
+                return True
     breaks = [f.at_ns for f in history.all(Fault) if f.breaks_streams]
     breaks += [c.at_ns for c in history.all(Command) if c.label == "stop"]
     return any(stream.was_open_at(at_ns) for at_ns in breaks)

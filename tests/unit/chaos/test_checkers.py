@@ -300,3 +300,18 @@ def test_times_of_the_wall_clock_convert_through_the_nearest_anchor() -> None:
     assert history.monotonic_ns(1001.5) == 2 * S + 500 * MS
     assert history.monotonic_ns(1002.001) == 3 * S + 500_000
     assert history.monotonic_ns(999.5) == S - 500 * MS
+
+
+def test_a_port_that_nobody_holds_refuses_until_the_next_supervisor_serves() -> None:
+    parts = RecordParts()
+    parts.faults[0] = replace(parts.faults[0], closes_port=True, breaks_streams=True)
+    refused = replace(
+        stream("greedy-0#3", KILL_NS + S, [KILL_NS + S + MS]),
+        error="ClientConnectorError: Connect call refused",
+        texts=[],
+        has_end_mark=False,
+    )
+    parts.streams.append(refused)
+    passes(parts)
+    parts.streams[-1] = replace(refused, started_ns=9 * S, ended_ns=9 * S + MS)
+    assert first_broken(parts).name == "every stream is complete and exact"
