@@ -13,6 +13,7 @@ from cache.errors import DonationRefusedError, ManifestError, SlotTableError
 from cache.host import HostBackend
 from cache.manifest import check_checksums, check_manifest, owned_tensors
 from cache.protocol import Donate, KvGeometry, LoadSpec, Manifest, dtype_bytes
+from cache.received import is_same_memory
 from cache.slots import SlotTable
 from cache.wire import close_all
 
@@ -134,6 +135,7 @@ def take_donation(backend: ArenaBackend, request: Donate, fds: list[int]) -> Don
         _check_weights(backend, donation)
         if kv is not None:
             _check_kv(backend, kv)
+            _check_apart(weights, kv.arena)
     except (ManifestError, SlotTableError) as error:
         donation.close()
         raise DonationRefusedError(f"the donation does not fit: {error.message}") from error
@@ -141,6 +143,12 @@ def take_donation(backend: ArenaBackend, request: Donate, fds: list[int]) -> Don
         donation.close()
         raise
     return donation
+
+
+def _check_apart(weights: Arena, kv: Arena) -> None:
+    """Weights donated as KV would be written to: device memory has no seals that forbid it."""
+    if any(is_same_memory(one, other) for one in weights.fds for other in kv.fds):
+        raise DonationRefusedError("the same memory was donated as weights and as KV")
 
 
 def _check_weights(backend: ArenaBackend, donation: Donation) -> None:

@@ -216,10 +216,10 @@ def test_killing_the_daemon_loses_nothing_and_a_new_one_serves_the_same_memory(
     assert mapping.copy_out(entry.offset_bytes, entry.size_bytes) == before
     with DaemonProcess(socket, "--device", DEVICE, instance="cache-test-2") as second:
         wrong = Donate(weights.manifest, spec, kv.opened)
-        twice = [weights.fds[0]] * len(weights.fds) + [kv.fds[0]] * len(kv.fds) + [kv.table_fd]
-        if len(weights.fds) + len(kv.fds) > 2:
-            with pytest.raises(RemoteError):
-                second.control.call("donate", wrong, fds=twice, timeout_s=60)
+        as_kv = [*weights.fds, *weights.fds[: len(kv.fds)], kv.table_fd]
+        assert len(as_kv) == len(weights.fds) + len(kv.fds) + 1
+        with pytest.raises(RemoteError, match="as weights and as KV"):
+            second.control.call("donate", wrong, fds=as_kv, timeout_s=60)
         null = os.open("/dev/null", os.O_RDONLY)
         foreign = [null, *weights.fds[1:], *kv.fds, kv.table_fd]
         with pytest.raises(RemoteError, match="not shareable"):
