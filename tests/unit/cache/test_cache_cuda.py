@@ -2,6 +2,8 @@
 
 import os
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import pairwise
@@ -27,7 +29,10 @@ from cache.errors import (
     CheckpointMissingError,
     CudaBindingsMissingError,
     CudaError,
+    DeadlineExceededError,
+    LoadFailedError,
     MappingError,
+    RemoteError,
     SealError,
 )
 from cache.gpumemory import MemoryUse, describe_use, parse_use
@@ -366,6 +371,31 @@ def test_a_scrub_finds_the_tensor_that_changed(driver: FakeDriver, tmp_path: Pat
     assert scrubbed.mismatches == [victim.name]
     mapping.close()
     weights.close()
+
+
+# ------------------------------------------------------------------ the worker process
+
+
+def test_the_worker_s_own_error_comes_back() -> None:
+    with pytest.raises(RemoteError) as caught:
+        cudaworker.zero_in_child("cuda:0", [], [])
+    assert caught.value.stable_code in ("cuda_bindings_missing", "cuda", "mapping")
+
+
+def test_a_worker_that_dies_hangs_or_is_not_wanted_any_more_is_reaped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = cudaworker.Job("cuda:0", [], [], entries=[])
+    monkeypatch.setattr(cudaworker, "ARGV", (sys.executable, "-c", "raise SystemExit(9)"))
+    with pytest.raises(LoadFailedError, match="status 9"):
+        cudaworker.scrub_in_child(job, stop=threading.Event())
+    monkeypatch.setattr(cudaworker, "ARGV", (sys.executable, "-c", "import time; time.sleep(60)"))
+    stop = threading.Event()
+    stop.set()
+    assert cudaworker.scrub_in_child(job, stop=stop) is None
+    monkeypatch.setattr(cudaworker, "_ZERO_TIMEOUT_S", 0.1)
+    with pytest.raises(DeadlineExceededError):
+        cudaworker.zero_in_child("cuda:0", [], [])
 
 
 def test_reads_are_in_file_order_and_only_what_is_needed(tmp_path: Path) -> None:
