@@ -19,7 +19,7 @@ from supervisor.observe.logs import setup_logging
 from supervisor.observe.looplag import LoopLag
 from supervisor.observe.metrics import Metrics
 from supervisor.observe.observer import RunObserver
-from supervisor.process import ExitWatcher, become_subreaper, state_id_of
+from supervisor.process import RESERVE, ExitWatcher, become_subreaper, state_id_of
 from supervisor.runtime.controller import RuntimeController
 from supervisor.runtime.gateways import listen_tcp
 from supervisor.runtime.machine import LocalMachine
@@ -40,6 +40,7 @@ def run(topology: Topology, path: Path, *, observer: RunObserver) -> int:
         UnderstudyError: it could not start; everything that was started is stopped again.
     """
     setup_logging()
+    RESERVE.open()
     paths = StatePaths(topology.state_dir.absolute())
     with StateLock(paths.root, topology.name):
         paths.make()
@@ -71,7 +72,13 @@ async def _main(topology: Topology, paths: StatePaths, disk: Disk, observer: Run
     watcher, lag = ExitWatcher(), LoopLag()
     metrics = Metrics(topology, version=__version__)
     services = Services(
-        topology, paths, state_id_of(paths.root), LocalMachine(watcher), events, metrics, observer
+        topology,
+        paths,
+        state_id_of(paths.root),
+        LocalMachine(watcher, running_ns=lag.running_ns),
+        events,
+        metrics,
+        observer,
     )
     runtime = SupervisorRuntime(services, disk.journal, disk.state, lag)
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

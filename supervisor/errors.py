@@ -18,6 +18,7 @@ __all__ = [
     "ConflictError",
     "ConnectionClosedError",
     "DeadlineExceededError",
+    "MachineRefusedError",
     "NotFoundError",
     "NotReachableError",
     "PreconditionError",
@@ -90,3 +91,19 @@ class StartFailedError(SupervisorError):
     code = "start_failed"
     exit_code = 1
     http_status = 500
+
+
+class MachineRefusedError(StartFailedError):
+    """The machine refused a start: no descriptor, no room for a process, a disk that takes nothing.
+
+    It says nothing about the program, so it is tried again for ever.
+    """
+
+    code = "machine_refused"
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(
+            f"the machine refused to start {what}: {why}",
+            hint="make room on the disk of state_dir, or raise the limits of descriptors and "
+            "processes; it is tried again by itself",
+        )

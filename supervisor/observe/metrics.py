@@ -12,7 +12,7 @@ Longer than most files here: a name, its method and its zeros are found in one p
 
 import platform
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import (
@@ -36,7 +36,7 @@ from supervisor.observe.looplag import LoopLag
 from supervisor.observe.stateset import StateSet
 from supervisor.topology.schema import EngineRole, Topology
 
-__all__ = ["DURATION_BUCKETS_S", "FAILOVER_PHASES", "Metrics"]
+__all__ = ["DEGRADED_CAUSES", "DURATION_BUCKETS_S", "FAILOVER_PHASES", "Metrics"]
 
 DURATION_BUCKETS_S: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
@@ -51,6 +51,7 @@ ENGINE_STATES: Final = (
     "absent", "starting", "ready", "standby", "promoting", "primary", "demoting", "batch",
     "frozen", "fencing", "stopped", "evicted", "fatal", "unkillable",
 )  # fmt: skip
+DEGRADED_CAUSES: Final = ("disk", "descriptors", "start")
 VERDICTS: Final = ("healthy", "busy", "degraded", "hung", "dead")
 ROLES: Final = ("none", "primary", "standby", "batch")
 
@@ -128,6 +129,10 @@ class Metrics:
         """The state of the group as `GET /v1/status` names it."""
         self._group_state.set((group,), state)
 
+    def set_blocked(self, group: str, is_blocked: bool) -> None:
+        """Whether failovers by judgement have used up their intensity."""
+        self._blocked.labels(group).set(is_blocked)
+
     def set_zygote_up(self, group: str, is_up: bool) -> None:
         """Whether engines can be forked."""
         self._zygote_up.labels(group).set(is_up)
@@ -183,6 +188,14 @@ class Metrics:
         if not matches:
             self._canary_failures.labels(group, engine).inc()
 
+    def attested(self, group: str, engine: str) -> None:
+        """The operator has declared an unkillable engine harmless."""
+        self._attestations.labels(group, engine).inc()
+
+    def engine_crashed(self, group: str, engine: str) -> None:
+        """An engine ended by its own fault: a signal of its own, or an exit status."""
+        self._crashes.labels(group, engine).inc()
+
     def restart(self, *, kind: str, group: str, name: str) -> None:
         """A process ended and will be replaced: kind engine, zygote, cache or gateway."""
         self._restarts.labels(kind, group, name).inc()
@@ -190,6 +203,10 @@ class Metrics:
             self._gateway.down(name)
         elif kind == "cache":
             self._cache.down(group)
+
+    def start_refused(self, *, kind: str, group: str, name: str) -> None:
+        """The machine refused a start: descriptors, processes or the disk."""
+        self._start_refusals.labels(kind, group, name).inc()
 
     def set_gateway(self, worker: str, status: GatewayStatus | None) -> None:
         """What a gateway worker reports; None when its process is gone."""
@@ -199,6 +216,11 @@ class Metrics:
             self._gateway.update(worker, status)
 
     # -------------------------------------------------------------------- own
+
+    def set_degraded(self, causes: Collection[str]) -> None:
+        """What is wrong with the supervisor's own resources now; see `DEGRADED_CAUSES`."""
+        for cause in DEGRADED_CAUSES:
+            self._degraded.labels(cause).set(cause in causes)
 
     def set_paused(self, is_paused: bool) -> None:
         """Whether automation is paused."""
@@ -277,6 +299,9 @@ class Metrics:
         self._group_state = self._state_set(
             "group_state", "State of the group, one-hot.", ("group", "state")
         )
+        self._blocked = self._gauge(
+            "group_blocked", "1 while no failover by judgement is left in the period.", "group"
+        )
         self._zygote_up = self._gauge("zygote_up", "1 while engines can be forked.", "group")
         self._mismatches = self._counter(
             "cache_fingerprint_mismatches", "Attaches refused for other weights.", "group"
@@ -317,6 +342,17 @@ class Metrics:
         self._restarts = self._counter(
             "restarts", "Processes that ended and were replaced.", "kind", "group", "name"
         )
+        self._start_refusals = self._counter(
+            "start_refusals",
+            "Starts that the machine refused: descriptors, processes or disk.",
+            "kind", "group", "name",
+        )  # fmt: skip
+        self._attestations = self._counter(
+            "fence_attestations", "Unkillable engines that the operator declared harmless.", *labels
+        )
+        self._crashes = self._counter(
+            "engine_crashes", "Engines that ended by their own fault, not by a kill.", *labels
+        )
 
     def _make_own_families(self) -> None:
         self._build_info = self._gauge(
@@ -324,6 +360,9 @@ class Metrics:
         )
         self._paused = Gauge(
             "understudy_paused", "1 while automation is paused.", registry=self.registry
+        )
+        self._degraded = self._gauge(
+            "degraded", "1 while the supervisor lacks this; serving goes on.", "cause"
         )
         self._journal_degraded = self._gauge(
             "journal_degraded", "1 while this file does not reach the disk.", "file"
@@ -361,6 +400,9 @@ class Metrics:
                 self._engine_verdict.set(key, "")
                 self._engine_role.set(key, "none")
                 self._restarts.labels("engine", *key)
+                self._start_refusals.labels("engine", *key)
+                self._crashes.labels(*key)
+                self._attestations.labels(*key)
                 self._canary_failures.labels(*key)
                 for gauge in self._engine_numbers.values():
                     gauge.labels(*key)
@@ -369,14 +411,17 @@ class Metrics:
                         self._evictions.labels(*key, outcome)
             for kind in ("zygote", "cache"):
                 self._restarts.labels(kind, group.name, f"{kind}-{group.name}")
+                self._start_refusals.labels(kind, group.name, f"{kind}-{group.name}")
         for worker in workers:
             self._restarts.labels("gateway", "", worker)
+            self._start_refusals.labels("gateway", "", worker)
+        self.set_degraded(())
         for file in ("events", "state"):
             self._journal_degraded.labels(file)
 
     def _group_zeros(self, group: str) -> None:
         for family in (
-            self._epoch, self._primary_ready, self._standby_ready, self._zygote_up,
+            self._epoch, self._primary_ready, self._standby_ready, self._zygote_up, self._blocked,
             self._mismatches, self._scrubs, self._scrub_mismatches, self._eviction_duration,
             self._attach, self._canary,
         ):  # fmt: skip

@@ -33,7 +33,7 @@ from supervisor.process.identity import (
 )
 from supervisor.process.reaper import Reaped, become_subreaper, reap_orphans
 from supervisor.process.reserve import RESERVE, DescriptorReserve, spare
-from supervisor.process.spawn import Child, spawn
+from supervisor.process.spawn import Child, open_log, spawn
 from supervisor.process.stat import (
     ProcStat,
     SchedDelta,
@@ -80,6 +80,7 @@ __all__ = [
     "find_members",
     "is_same",
     "kill_tree",
+    "open_log",
     "own_boot_id",
     "read_marker",
     "read_process_id",

@@ -10,6 +10,8 @@ Invariants
 """
 
 import contextlib
+import errno
+import logging
 import os
 import resource
 import subprocess
@@ -21,7 +23,11 @@ from typing import Final
 from supervisor.process.errors import SpawnError
 from supervisor.process.identity import MARKER_VARIABLE, Marker, ProcessId, read_process_id
 
-__all__ = ["Child", "spawn"]
+__all__ = ["Child", "open_log", "spawn"]
+
+log = logging.getLogger(__name__)
+
+_DISK_TROUBLE: Final = frozenset({errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT, errno.EFBIG})
 
 # setproctitle writes over the environment block to gain room for long titles, and the marker
 # with it; this variable tells it not to.
@@ -59,7 +65,7 @@ def spawn(
     marked = {MARKER_VARIABLE: marker.value(), **_KEEP_ENVIRON, **env}
     marked[MARKER_VARIABLE] = marker.value()  # whatever `env` inherited from us
     try:
-        log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        log_fd = open_log(log_path)
         try:
             # Popen, not loop.subprocess_exec: uvloop ignores close_fds, and descriptors that came
             # over SCM_RIGHTS are inheritable.
@@ -80,6 +86,24 @@ def spawn(
         raise SpawnError(argv, log_path, error) from error
     popen.returncode = 0  # see invariant 3: from here on Popen believes that it is reaped
     return _take_over(popen.pid, argv, log_path, marker, core_limit_bytes)
+
+
+def open_log(path: Path) -> int:
+    """A descriptor that appends to a log; one that leads nowhere while the disk takes nothing.
+
+    A process that cannot be logged is better than none.
+
+    Raises:
+        OSError: for any other reason, such as no descriptor left.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno not in _DISK_TROUBLE:
+            raise
+        log.error("what is written to %s is lost: %s", path, error.strerror)  # noqa: TRY400
+        return os.open(os.devnull, flags)
 
 
 def _take_over(

@@ -56,6 +56,8 @@ async def adopt(runtime: "SupervisorRuntime") -> Adoption:
     taken: dict[Unit, LeftBehind] = {}
     for left in sorted(found, key=lambda f: f.process.start_ticks, reverse=True):
         unit = _unit_of(runtime, left.instance)
+        if left.instance in runtime.services.attested:
+            continue  # cannot be killed and can do no harm, the operator says
         if unit is None or unit in taken:
             runtime.strays.add(left)
         else:
@@ -99,6 +101,8 @@ async def _settle_roles(group: "GroupRuntime", outcome: Adoption) -> None:
         (e for e in alive if e.status is not None and e.status.role == "primary"),
         key=lambda e: e.status.epoch if e.status is not None else 0,
     )
+    if alive:
+        group.golden = group.former_golden  # a wrong engine that answers first must not set it
     fit = await asyncio.gather(*(_is_fit(group, e) for e in there))
     for engine, is_fit in zip(there, fit, strict=True):
         engine.apply(StateEvent.ADOPTED)

@@ -116,13 +116,14 @@ class CacheUnit(Unit):
         """
         self.is_starting = True
         try:
-            if not self.is_alive:
-                await self._spawn()
-            state = self.status.state if self.status is not None else "empty"
-            if state in ("empty", "failed"):
-                await (self._donate(self.held) if self.held is not None else self._load())
-            await self._wait_serving()
-            await self.hold()
+            with self.refusals():
+                if not self.is_alive:
+                    await self._spawn()
+                state = self.status.state if self.status is not None else "empty"
+                if state in ("empty", "failed"):
+                    await (self._donate(self.held) if self.held is not None else self._load())
+                await self._wait_serving()
+                await self.hold()
         finally:
             self.is_starting = False
         self._on_change()
@@ -185,14 +186,14 @@ class CacheUnit(Unit):
                   took_ms=round(took_ms, 3))  # fmt: skip
 
     async def _wait_serving(self) -> None:
-        deadline = self.services.clock.monotonic() + self._load_timeout_s
+        deadline = self.services.patience.deadline(self._load_timeout_s)
         while self.status is None or self.status.state == "loading":
             if self.died.done():
                 raise self.start_failure()
-            if (remaining_s := deadline - self.services.clock.monotonic()) <= 0:
+            if deadline.has_passed:
                 raise DeadlineExceededError("loading the weights", timeout_s=self._load_timeout_s)
             self._changed.clear()
-            await self.change_or_death(self._changed, timeout_s=remaining_s)
+            await self.change_or_death(self._changed, timeout_s=deadline.wait_s)
         if self.status.error is not None and self.status.state != "serving":
             raise RemoteError(self.status.error)
 

@@ -29,6 +29,7 @@ _DONOR_S: Final = 2.0
 _ASSUME_S: Final = 5.0
 _ZYGOTE_START_S: Final = 120.0
 _CANARY_S: Final = 30.0
+_REFUSALS_AT_START: Final = 3  # of the machine, before a first start is given up
 
 
 class GroupChores:
@@ -90,6 +91,8 @@ class GroupChores:
             await self._group.zygote.start(self._group.load, timeout_s=_ZYGOTE_START_S)
         except UnderstudyError as error:
             self._group.zygote.emit("zygote_failed", f"{self._group.zygote.name}: {error}")
+            if self._group.zygote.record.troubles >= _REFUSALS_AT_START:
+                self._group.fail_start(error)
             if self._group.zygote.record.has_given_up:
                 self._group.zygote.emit(
                     "zygote_given_up", "engines start cold from now on, which takes seconds"
@@ -118,6 +121,8 @@ class GroupChores:
                 unit.judge(Verdict.DEAD, "answers the canary wrongly")
         except UnderstudyError as error:
             unit.failure = str(error)
+            if unit.record.troubles >= _REFUSALS_AT_START:
+                self._group.fail_start(error)
             unit.emit("start_failed", f"{unit.name}: {error}")
             if unit.state is EngineState.STARTING:
                 unit.judge(Verdict.DEAD, str(error))

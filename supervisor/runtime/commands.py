@@ -5,7 +5,6 @@ instead, and returns an operation with measured phases. Repeating a command that
 fulfilled is not an error.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from signal import SIGCONT, SIGSTOP
@@ -46,8 +45,9 @@ class GroupCommands:
     @asynccontextmanager
     async def _exclusive(self) -> AsyncIterator[None]:
         """The group's lock, waited for a moment: a recovery is short."""
+        self._refuse_before_open()
         try:
-            async with asyncio.timeout(_LOCK_S):
+            async with self._group.services.patience.within(_LOCK_S):
                 await self._group.lock.acquire()
         except TimeoutError:
             raise ConflictError(
@@ -59,6 +59,13 @@ class GroupCommands:
         finally:
             self._group.lock.release()
             self._group.reconcile()
+
+    def _refuse_before_open(self) -> None:
+        if not self._group.is_open:
+            raise ConflictError(
+                "the supervisor has just started and still looks at what it found",
+                hint="try again in a moment",
+            )
 
     def _refuse_while_paused(self) -> None:
         if self._group.services.is_paused:
@@ -209,6 +216,7 @@ class GroupCommands:
         """Start an evicted (or given up) engine again and wait until it serves."""
         group = self._group
         unit = group.engine(name)
+        self._refuse_before_open()
         self._refuse_while_paused()
         operation = group.operations.open("resume", group=group.name, engine=name, cause=cause)
         operation.text = f"resume {name}"
@@ -305,3 +313,46 @@ class GroupCommands:
                 unit.death_was_ours = True
                 await group.chores.fence_engine(unit)
         return await self.resume(name)
+
+    # ------------------------------------------------------------------- fence
+
+    async def attest(self, name: str, *, is_confirmed: bool) -> OpenOperation:
+        """The operator says that an engine which cannot be killed will never act again.
+
+        Raises:
+            PreconditionError: it can be killed, or (without `is_confirmed`) what would be attested.
+        """
+        group = self._group
+        async with self._exclusive():
+            unit = group.engine(name)
+            strays = group.strays.of(name)
+            if unit.state is not _S.UNKILLABLE and not strays:
+                raise PreconditionError(
+                    f"{name} is {unit.state}, not unkillable",
+                    hint="a fence is the supervisor's own work; see 'supervisor status'",
+                )
+            pids = [left.process.pid for left in strays]
+            if unit.state is _S.UNKILLABLE and unit.pid is not None:
+                pids.append(unit.pid)
+            if not is_confirmed:
+                raise PreconditionError(
+                    f"{name} (pid {', '.join(map(str, pids))}) did not end after SIGKILL; "
+                    "nobody is promoted in its place while it might still write or answer",
+                    hint="look at /proc/PID/stack and /proc/PID/status: one that waits in the "
+                    "kernel with SIGKILL pending never runs its own code again. Then attest it "
+                    f"with 'supervisor fence {name} --confirm'",
+                    details={"pids": pids},
+                )
+            operation = group.operations.open("fence", group=group.name, engine=name,
+                                              cause="operator")  # fmt: skip
+            operation.text = f"{name} is attested to be harmless"
+            group.strays.attest(name)
+            if unit.state is _S.UNKILLABLE:
+                unit.attest_harmless()
+            operation.phase("attest")
+            operation.finish("done")
+            group.services.metrics.attested(group.name, name)
+            unit.emit(
+                "fence_attested", f"the operator attests that {name} can do no harm", pids=pids
+            )
+        return operation

@@ -124,6 +124,11 @@ class RuntimeController:
         """Replace an engine's process."""
         return (await self._commands[self._owner(engine).name].restart(engine)).frozen()
 
+    async def fence(self, engine: str, confirm: bool) -> Operation:
+        """Attest that an unkillable engine is harmless."""
+        commands = self._commands[self._owner(engine).name]
+        return (await commands.attest(engine, is_confirmed=confirm)).frozen()
+
     async def pause(self) -> Operation:
         """No signal, no start, no promotion until `unpause`."""
         answer = self._set_paused(is_paused=True)
@@ -156,7 +161,9 @@ class RuntimeController:
         """Forget past failovers by judgement."""
         for target in self._runtime.groups if group is None else [self._group(group)]:
             target.acknowledge()
-        return self._at_once("ack", "failovers by judgement are possible again")
+        return self._at_once(
+            "ack", "failovers by judgement are possible again, what has given up is started again"
+        )
 
     async def stop(self) -> Operation:
         """Begin the orderly stop; the answer is sent before anything ends."""

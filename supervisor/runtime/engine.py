@@ -23,13 +23,14 @@ from engines.contract import (
     ProgressPage,
     Role,
 )
+from supervisor.core.deaths import DeathRecord, sentence_of
 from supervisor.core.restart import RestartPolicy
 from supervisor.core.states import ALIVE, EngineState, Facts, StateEvent, next_state
 from supervisor.core.verdict import ProgressJudge, Sample, Verdict
 from supervisor.errors import DeadlineExceededError, StartFailedError, UnderstudyError
 from supervisor.gateway.protocol import RouteTarget
-from supervisor.process import ProcessId
-from supervisor.runtime.services import Services, python_module
+from supervisor.process import ProcessId, open_log
+from supervisor.runtime.services import Services
 from supervisor.runtime.unit import Unit
 from supervisor.runtime.zygote import ZygoteUnit
 from supervisor.topology.schema import Engine, EngineRole, Group
@@ -54,6 +55,7 @@ class EngineUnit(Unit):
         *,
         load: LoadSpec,
         policy: RestartPolicy,
+        deaths: DeathRecord,
         on_change: Callable[[], None],
     ) -> None:
         super().__init__(
@@ -71,9 +73,11 @@ class EngineUnit(Unit):
         self.is_being_fenced = False  # somebody waits for the evidence
         self.is_forking = False
         self.failure = ""
+        self.judged_ns = 0  # when the verdict was last given
         self.role_epoch = 0  # the epoch under which the current instance got its role
         self._group = group
         self._load = load
+        self._deaths = deaths
         self._story: deque[str] = deque(maxlen=_STORY_LENGTH)
         self._page: ProgressPage | None = None
         self._page_map: mmap.mmap | None = None
@@ -103,6 +107,7 @@ class EngineUnit(Unit):
 
     def judge(self, verdict: Verdict, reason: str = "") -> None:
         """Set the verdict; a change is an event."""
+        self.judged_ns = self.services.clock.monotonic_ns()
         if verdict is self.verdict:
             return
         was, self.verdict = self.verdict, verdict
@@ -134,14 +139,13 @@ class EngineUnit(Unit):
         instance = self.begin()
         self._forget()
         spec = self._spec(instance, load_timeout_s)
-        if zygote is not None and zygote.is_ready:
-            self.take(await self._fork(zygote, spec), instance)
-        else:
-            path = self.services.paths.spec(instance)
-            path.write_bytes(msgspec.json.encode(spec))
-            self.spawn_process(python_module("engines.native", str(path)), with_model=True)
-        await self.join(timeout_s=self._group.health.start_timeout)
-        await self._wait_ready(self._group.health.start_timeout + load_timeout_s)
+        with self.refusals():
+            if zygote is not None and zygote.is_ready:
+                self.take(await self._fork(zygote, spec), instance)
+            else:
+                self.spawn_module("engines.native", spec, with_model=True)
+            await self.join(timeout_s=self._group.health.start_timeout)
+            await self._wait_ready(self._group.health.start_timeout + load_timeout_s)
         took_s = self.uptime_s
         attach_ms = self.status.attach_ms if self.status is not None else None
         how = "zygote" if zygote is not None and zygote.is_ready else "cold"
@@ -152,7 +156,7 @@ class EngineUnit(Unit):
                   attach_ms=attach_ms, instance=instance, pid=self.pid)  # fmt: skip
 
     async def _fork(self, zygote: ZygoteUnit, spec: EngineSpec) -> ProcessId:
-        log_fd = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log_fd = open_log(self.log_path)
         self.is_forking = True
         try:
             return await zygote.fork(spec, self.marker().value(), log_fd, timeout_s=_FORK_S)
@@ -201,17 +205,17 @@ class EngineUnit(Unit):
         )
 
     async def _wait_ready(self, timeout_s: float) -> None:
-        deadline = self.services.clock.monotonic() + timeout_s
+        deadline = self.services.patience.deadline(timeout_s)
         while True:
             state = self.status.state if self.status is not None else "starting"
             if state != "starting":
                 break
             if self.died.done():
                 raise self.start_failure()
-            if (remaining_s := deadline - self.services.clock.monotonic()) <= 0:
+            if deadline.has_passed:
                 raise DeadlineExceededError(f"{self.name} getting ready", timeout_s=timeout_s)
             self._changed.clear()
-            await self.change_or_death(self._changed, timeout_s=remaining_s)
+            await self.change_or_death(self._changed, timeout_s=deadline.wait_s)
         if state == "failed":
             error = self.status.error if self.status is not None else ""
             raise StartFailedError(
@@ -274,16 +278,42 @@ class EngineUnit(Unit):
 
     def on_death(self, process: ProcessId) -> None:
         """Only the verdict: what follows is decided, not done here."""
+        self._deaths.died(self.instance, self.services.clock.monotonic())
         self.judge(Verdict.DEAD, f"pid {process.pid} exited")
         self._changed.set()
+
+    def on_exit_status(self, instance: str, exit_status: int) -> None:
+        """How one of its instances ended; the gateways want to know which ones crashed."""
+        if not self._deaths.explained(instance, exit_status) or self.services.is_stopping:
+            return
+        self.services.metrics.engine_crashed(self.group, self.name)
+        self.emit("engine_crashed", f"{instance} {sentence_of(exit_status)}",
+                  instance=instance, exit_status=exit_status)  # fmt: skip
+        self._on_change()
 
     def confirm_dead(self) -> None:
         """The fence is proven: keep the record, bury the instance."""
         self.apply(StateEvent.FENCE_PROVEN)
-        self.services.metrics.restart(kind="engine", group=self.group, name=self.name)
+        if self.handle is not None:
+            self._deaths.died(self.instance, self.services.clock.monotonic())
+        if not self.was_refused:
+            self.services.metrics.restart(kind="engine", group=self.group, name=self.name)
         # Without a process nobody died: the fork itself failed, which is the zygote's record.
         was_ours = self.death_was_ours or self.handle is None or self.services.is_stopping
         self.after_death(was_ours=was_ours)
+        self.death_was_ours = False
+        self._forget()
+
+    def attest_harmless(self) -> None:
+        """The operator's word replaces the evidence: go on without the instance.
+
+        The process stays what it is. Its marker is remembered, so that nobody takes it for a
+        stray, and its own death, should it come, is nobody's concern.
+        """
+        self.apply(StateEvent.HARMLESSNESS_ATTESTED)
+        if self.handle is not None:
+            self.services.attested[self.instance] = self.handle.process
+        self.after_death(was_ours=True)
         self.death_was_ours = False
         self._forget()
 

@@ -31,7 +31,7 @@ from supervisor.gateway.protocol import (
 )
 from supervisor.process import ProcessId
 from supervisor.runtime.pulse import Pulse
-from supervisor.runtime.services import Services, python_module
+from supervisor.runtime.services import Services
 from supervisor.runtime.unit import Unit
 from supervisor.topology.schema import Gateway
 
@@ -100,14 +100,11 @@ class GatewayUnit(Unit):
             instance = self.begin()
             control = self.services.paths.control(instance)
             spec = GatewaySpec(instance, str(control), listener.fileno(), limits)
-            path = self.services.paths.spec(instance)
-            path.write_bytes(msgspec.json.encode(spec))
-            self.spawn_process(
-                python_module("supervisor.gateway", str(path)),
-                pass_fds=[listener.fileno()],
-                with_model=False,
-            )
-            await self.join(timeout_s=_START_S)
+            with self.refusals():
+                self.spawn_module(
+                    "supervisor.gateway", spec, pass_fds=[listener.fileno()], with_model=False
+                )
+                await self.join(timeout_s=_START_S)
         finally:
             self.is_starting = False
 
@@ -144,8 +141,25 @@ class GatewayUnit(Unit):
         if event.name == "first_token":
             self._on_first_token(msgspec.json.decode(event.params, type=FirstToken))
         elif event.name == "stats":
-            self.status = msgspec.json.decode(event.params, type=GatewayStatus)
+            before, self.status = (
+                self.status,
+                msgspec.json.decode(event.params, type=GatewayStatus),
+            )
             self.services.metrics.set_gateway(self.name, self.status)
+            self._note_poison(before, self.status)
+
+    def _note_poison(self, before: GatewayStatus | None, now: GatewayStatus) -> None:
+        """An event for every request that was ended as poison since the last report."""
+        known = {c.model: c.poisoned for c in before.groups} if before is not None else {}
+        for counters in now.groups:
+            if (more := counters.poisoned - known.get(counters.model, 0)) > 0:
+                group = counters.model.partition(":")[0]
+                self.services.events.append(
+                    "poison_ended",
+                    f"{more} requests of {counters.model} were ended: engines crashed again and "
+                    "again while they had them",
+                    group=group, engine=self.name, requests=more,
+                )  # fmt: skip
 
 
 class GatewayFleet:

@@ -12,14 +12,16 @@ Invariants
 """
 
 import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
 from cache.protocol import LoadSpec
 from engines.contract import ChildRecord, ReleaseGateway
+from supervisor.core.deaths import DeathRecord
 from supervisor.core.decide import (
     AssignBatch,
     AssignStandby,
@@ -37,6 +39,7 @@ from supervisor.core.decide import (
     decide,
 )
 from supervisor.core.states import EngineState, StateEvent
+from supervisor.core.verdict import Verdict
 from supervisor.errors import UnderstudyError
 from supervisor.gateway.protocol import FirstToken, GroupRoute
 from supervisor.runtime.cache import CacheUnit
@@ -47,6 +50,7 @@ from supervisor.runtime.operations import OperationLog
 from supervisor.runtime.pulse import Pulse
 from supervisor.runtime.recovery import Recovery
 from supervisor.runtime.services import Services, policy_of
+from supervisor.runtime.strays import Strays, unit_name
 from supervisor.runtime.zygote import ZygoteUnit
 from supervisor.topology.schema import EngineRole, Group
 
@@ -73,7 +77,7 @@ class GroupRuntime:
         fleet: GatewayFleet,
         operations: OperationLog,
         *,
-        has_stray: Callable[[Iterable[str]], bool],
+        strays: Strays,
         on_epoch: Callable[[], None],
     ) -> None:
         self.services = services
@@ -82,12 +86,13 @@ class GroupRuntime:
         self.fleet = fleet
         self.operations = operations
         self.on_epoch = on_epoch
-        self._has_stray = has_stray
+        self.strays = strays
         self.epoch = 0  # 0: not known yet, or nobody was ever promoted
         self.epoch_ceiling = 0  # of the last supervisor: no epoch above it was given out
         self.is_cut = False
         self.is_open = False  # nothing is decided before everything found at start was adopted
         self.golden: list[int] | None = None
+        self.former_golden: list[int] | None = None  # under the last supervisor
         self.preferred = next(e.name for e in group.engines if e.role is EngineRole.PRIMARY)
         self.lock = asyncio.Lock()
         self.changed = asyncio.Event()
@@ -96,6 +101,8 @@ class GroupRuntime:
         )
         self.judged_failovers: list[float] = []  # monotonic seconds
         self._lost_gateways: list[str] = []  # the newest dead workers
+        self.deaths = DeathRecord()
+        self._was_blocked = False
         self._published: GroupRoute | None = None
         self._chores: dict[str, asyncio.Task[None]] = {}
         self._created = int(services.clock.time())
@@ -119,7 +126,15 @@ class GroupRuntime:
             on_change=self.reconcile, on_exit_report=self._fork_reaped,
         )  # fmt: skip
         self.engines = [
-            EngineUnit(services, group, e, load=self.load, policy=policy, on_change=self.reconcile)
+            EngineUnit(
+                services,
+                group,
+                e,
+                load=self.load,
+                policy=policy,
+                deaths=self.deaths,
+                on_change=self.reconcile,
+            )
             for e in group.engines
         ]
         zygote, cache = self.zygote, self.cache
@@ -161,9 +176,11 @@ class GroupRuntime:
 
     @property
     def state(self) -> str:
-        """`redundant`, `single` (no standby), or `down`."""
+        """`redundant`, `single` (no standby), `blocked` (a hung primary is left alone), `down`."""
         if not self.is_serving:
             return "down"
+        if self._was_blocked and self.primary is not None and self.primary.verdict is Verdict.HUNG:
+            return "blocked"
         wants = any(e.settings.role is EngineRole.STANDBY for e in self.engines)
         return "redundant" if self.standbys or not wants else "single"
 
@@ -178,7 +195,18 @@ class GroupRuntime:
             has_batch=any(e.is_batch for e in self.engines),
             batch=batch.target(batch.role_epoch) if batch else None,
             created=self._created,
+            crashed=self.deaths.crashed,
+            unexplained=self.deaths.unexplained(self.services.clock.monotonic()),
         )
+
+    @property
+    def blocked_for_s(self) -> float:
+        """How long the group stays BLOCKED by time alone; 0 when it is not."""
+        intensity = self.settings.failover.intensity
+        if not self.is_judging_blocked():
+            return 0.0
+        leaves_s = self.judged_failovers[-intensity] + self.settings.failover.period
+        return leaves_s - self.services.clock.monotonic()
 
     def is_judging_blocked(self) -> bool:
         """Whether failovers by judgement have used up their intensity."""
@@ -197,7 +225,7 @@ class GroupRuntime:
                     name=e.name,
                     is_batch=e.is_batch,
                     state=e.state,
-                    verdict=e.verdict,
+                    verdict=self._sound_verdict(e),
                     may_start=e.may_start,
                     has_given_up=e.record.has_given_up,
                     is_proven=e.is_proven,
@@ -209,7 +237,7 @@ class GroupRuntime:
             preferred_primary=self.preferred,
             is_paused=self.services.is_paused,
             is_judging_blocked=self.is_judging_blocked(),
-            has_stray=self._has_stray(e.name for e in self.engines if not e.is_batch),
+            has_stray=self.strays.has_engine_of(e.name for e in self.engines if not e.is_batch),
             zygote_is_ready=zygote.is_ready,
             zygote_is_silent=self._zygote_pulse.is_silent and free("zygote"),
             zygote_may_start=not zygote.is_alive
@@ -225,6 +253,13 @@ class GroupRuntime:
             and cache.may_start
             and free("cache"),
         )
+
+    def _sound_verdict(self, engine: EngineUnit) -> Verdict:
+        """A judgement from before a stall of ours is void until the engine was looked at again."""
+        is_void = engine.verdict is Verdict.HUNG and self.services.lag.stalled_since(
+            engine.judged_ns
+        )
+        return Verdict.BUSY if is_void else engine.verdict
 
     # --------------------------------------------------------------- reconcile
 
@@ -242,7 +277,26 @@ class GroupRuntime:
         for chore in decision.chores:
             self._start_chore(chore)
         self._publish_if_changed()
+        self._note_blocked()
         self._report()
+
+    def _note_blocked(self) -> None:
+        """Say when the group becomes BLOCKED, and when that is over."""
+        is_blocked = self.is_judging_blocked()
+        if is_blocked is self._was_blocked:
+            return
+        self._was_blocked = is_blocked
+        failover = self.settings.failover
+        if is_blocked:
+            text = (
+                f"{self.name} is BLOCKED: {failover.intensity} failovers by judgement within "
+                f"{failover.period:g} s; a hung primary now stays until ack or time"
+            )
+            self.services.events.append("blocked", text, group=self.name,
+                                        for_s=round(self.blocked_for_s, 1))  # fmt: skip
+        else:
+            text = f"{self.name} is not BLOCKED any more: it may fail over by judgement again"
+            self.services.events.append("unblocked", text, group=self.name)
 
     def _start_recovery(self, decision: Decision) -> None:
         if self._is_free("recovery"):
@@ -317,7 +371,8 @@ class GroupRuntime:
 
     def _publish_if_changed(self) -> None:
         route = self.route()
-        if route != self._published and not self.lock.locked():
+        # One push at a time; what changes meanwhile is published when it has ended.
+        if route != self._published and not self.lock.locked() and self._is_free("publish"):
             self._published = route
             self.run_chore("publish", self._publish())
 
@@ -331,11 +386,14 @@ class GroupRuntime:
     # --------------------------------------------------------------- reactions
 
     def _fork_reaped(self, record: ChildRecord) -> None:
+        if record.status is None:
+            return
+        exit_status = os.waitstatus_to_exitcode(record.status)
         for engine in self.engines:
-            handle = engine.handle
-            ours = engine.instance == record.instance
-            if handle is not None and ours and record.status is not None:
-                handle.report_exit(os.waitstatus_to_exitcode(record.status))
+            if engine.handle is not None and engine.instance == record.instance:
+                engine.handle.report_exit(exit_status)
+            if engine.name == unit_name(record.instance):  # its own, or one buried meanwhile
+                engine.on_exit_status(record.instance, exit_status)
 
     def gateway_died(self, instance: str) -> None:
         """Nobody will resume the streams of that worker: free their slots."""
@@ -365,7 +423,7 @@ class GroupRuntime:
             self.changed.set()
 
     def set_epoch(self, epoch: int) -> None:
-        """A promotion was confirmed at this epoch."""
+        """A promotion is ordered at this epoch; it is never given to another engine."""
         self.epoch = max(self.epoch, epoch)
         self.on_epoch()
 
@@ -376,6 +434,7 @@ class GroupRuntime:
         metrics.set_primary_ready(self.name, self.is_serving)
         metrics.set_standby_ready(self.name, bool(self.standbys))
         metrics.set_zygote_up(self.name, self.zygote.is_ready)
+        metrics.set_blocked(self.name, self._was_blocked)
 
     def fail_start(self, error: UnderstudyError) -> None:
         """Tell the start of the supervisor, if it still goes on, that it cannot succeed."""
@@ -393,10 +452,21 @@ class GroupRuntime:
         return [s.epochs.get(self.name, 0) for s in statuses]
 
     def acknowledge(self) -> None:
-        """The operator has seen it: failovers by judgement are possible again."""
+        """The operator has seen it: judgement is possible again, what gave up is tried again."""
         self.judged_failovers.clear()
-        self.services.events.append("acknowledged", f"{self.name} was acknowledged",
-                                    group=self.name)  # fmt: skip
+        helpers = [u for u in (self.zygote, self.cache) if u is not None]
+        forgiven = [u.name for u in helpers if u.record.has_given_up]
+        for unit in helpers:
+            unit.record = unit.record.forgiven()
+        for engine in self.engines:
+            if engine.state is EngineState.FATAL:
+                engine.record = engine.record.forgiven()
+                engine.apply(StateEvent.RESUMED)
+                forgiven.append(engine.name)
+        text = f"{self.name} was acknowledged"
+        if forgiven:
+            text += f"; {', '.join(forgiven)} will be started again"
+        self.services.events.append("acknowledged", text, group=self.name)
         self.reconcile()
 
     async def cancel_chores(self) -> None:
@@ -408,15 +478,12 @@ class GroupRuntime:
 
     async def wait_until(self, condition: Callable[[], bool], *, timeout_s: float) -> bool:
         """Wait for a condition on this group; False when time runs out."""
-        deadline = self.services.clock.monotonic() + timeout_s
+        deadline = self.services.patience.deadline(timeout_s)
         while not condition():
-            remaining_s = deadline - self.services.clock.monotonic()
-            if remaining_s <= 0:
+            if deadline.has_passed:
                 return False
             self.changed.clear()
-            try:
-                async with asyncio.timeout(remaining_s):
+            with contextlib.suppress(TimeoutError):  # then it is looked at once more
+                async with asyncio.timeout(deadline.wait_s):
                     await self.changed.wait()
-            except TimeoutError:
-                return condition()
         return True

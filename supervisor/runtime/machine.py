@@ -9,6 +9,7 @@ connection by another way.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,10 +197,13 @@ class Machine(Protocol):
 
 
 class LocalMachine:
-    """This machine."""
+    """This machine. `running_ns` is the clock of fences: it stands still while we do not run."""
 
-    def __init__(self, watcher: ExitWatcher) -> None:
+    def __init__(
+        self, watcher: ExitWatcher, *, running_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self._watcher = watcher
+        self._running_ns = running_ns
 
     def spawn(
         self, argv: Sequence[str], *, env: Mapping[str, str], log_path: Path, marker: Marker,
@@ -224,7 +228,7 @@ class LocalMachine:
 
     async def fence(self, tree: ProcessTree, *, timeout_s: float) -> FenceEvidence:
         """See `Machine`."""
-        return await fence(tree, timeout_s=timeout_s)
+        return await fence(tree, timeout_s=timeout_s, running_ns=self._running_ns)
 
     async def connect(
         self, path: Path, hello: Hello, *, timeout_s: float, on_event: OnEvent | None

@@ -1,5 +1,6 @@
 """Where things lie below a state directory. One place, so that two parts never disagree."""
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,10 +35,6 @@ class StatePaths:
         """HTTP socket of an engine."""
         return self.run / f"{instance}.http"
 
-    def spec(self, instance: str) -> Path:
-        """Start file of a child that is spawned, not forked."""
-        return self.run / f"{instance}.json"
-
     def cache(self, group: str) -> Path:
         """Socket of the group's cache daemon: the same for every instance of it."""
         return self.run / f"cache-{group}.sock"
@@ -58,6 +55,6 @@ class StatePaths:
             self.control(instance),
             self.generate(instance),
             self.http(instance),
-            self.spec(instance),
         ):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk that takes nothing; the names are unique
+                path.unlink(missing_ok=True)

@@ -34,6 +34,11 @@ class Deadline:
         return (self._end_ns - self._lag.running_ns()) / 1e9
 
     @property
+    def wait_s(self) -> float:
+        """For how long to wait before the next look."""
+        return max(self.left_s, READING_S / 10)
+
+    @property
     def has_passed(self) -> bool:
         """Whether time is up, and what arrived during a stall has been read."""
         return self.left_s <= 0 and not self._lag.stalled_within(READING_S)
@@ -59,7 +64,6 @@ class Patience:
         loop = asyncio.get_running_loop()
         deadline = self.deadline(timeout_s)
         async with asyncio.timeout(None) as scope:
-
             timer: asyncio.TimerHandle
 
             def due() -> None:
@@ -67,7 +71,7 @@ class Patience:
                 if deadline.has_passed:
                     scope.reschedule(loop.time())
                 else:
-                    timer = loop.call_later(max(deadline.left_s, READING_S / 10), due)
+                    timer = loop.call_later(deadline.wait_s, due)
 
             timer = loop.call_later(timeout_s, due)
             try:

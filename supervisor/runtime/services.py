@@ -9,10 +9,13 @@ from typing import Final
 
 from supervisor.core.restart import RestartPolicy
 from supervisor.observe.events import EventLog
+from supervisor.observe.looplag import LoopLag
 from supervisor.observe.metrics import Metrics
 from supervisor.observe.observer import RunObserver
+from supervisor.process import ProcessId
 from supervisor.runtime.machine import Clock, Machine
 from supervisor.runtime.paths import StatePaths
+from supervisor.runtime.patience import Patience
 from supervisor.topology.schema import Failover, Topology
 
 __all__ = ["Services", "child_environment", "policy_of", "python_module"]
@@ -45,6 +48,22 @@ class Services:
     is_stopping: bool = False
     cwd: Path = field(default_factory=Path.cwd)
     owned_pids: set[int] = field(default_factory=set)  # processes that a handle will reap
+    lag: LoopLag = field(default_factory=LoopLag)  # the runtime puts the one that runs here
+    attested: dict[str, ProcessId] = field(default_factory=dict)
+    """Instances that cannot be killed, and that the operator has declared harmless."""
+
+    @property
+    def patience(self) -> Patience:
+        """Deadlines for others, in running time."""
+        return Patience(self.lag)
+
+    @property
+    def disk_trouble(self) -> str:
+        """Why the state directory takes nothing now; empty while it does.
+
+        A child that cannot make its socket there dies young, and that is not its fault.
+        """
+        return self.events.degraded
 
 
 def policy_of(failover: Failover) -> RestartPolicy:

@@ -29,7 +29,16 @@ def group_status(group: GroupRuntime) -> dict[str, Any]:
         "primary": primary.name if primary is not None else None,
         "standby": [e.name for e in group.standbys],
         "judging_blocked": group.is_judging_blocked(),
-        "zygote": {"pid": group.zygote.pid, "ready": group.zygote.is_ready},
+        "blocked": group.is_judging_blocked(),
+        "blocked_for_s": round(group.blocked_for_s, 1),
+        "unkillable": [e.name for e in group.engines if e.state is EngineState.UNKILLABLE],
+        "crashed": group.deaths.crashed,
+        "zygote": {
+            "pid": group.zygote.pid,
+            "ready": group.zygote.is_ready,
+            "given_up": group.zygote.record.has_given_up,
+            "trouble": group.zygote.trouble or None,
+        },
         "cache": [_cache_status(group)] if group.cache is not None else [],
         "engines": [engine_status(e) for e in group.engines],
     }
@@ -53,6 +62,7 @@ def _cache_status(group: GroupRuntime) -> dict[str, Any]:
         "load_s": status.load_s if status is not None else None,
         "progress": msgspec.to_builtins(cache.progress) if cache.progress is not None else None,
         "held_by_supervisor": cache.held is not None,
+        "trouble": cache.trouble or None,
     }
 
 
@@ -77,6 +87,7 @@ def engine_status(engine: EngineUnit) -> dict[str, Any]:
         "slots": own.slots if own is not None else 0,
         "attach_ms": own.attach_ms if own is not None else None,
         "error": engine.failure or None,
+        "trouble": engine.trouble or None,
     }
 
 
@@ -89,6 +100,7 @@ def gateway_status(fleet: GatewayFleet, worker: GatewayUnit) -> dict[str, Any]:
         "state": "ready" if worker.client is not None else "starting",
         "instance": worker.instance or None,
         "restarts": worker.record.restarts,
+        "trouble": worker.trouble or None,
         "connections": status.connections if status is not None else 0,
         "address": fleet.address,
     }

@@ -38,6 +38,16 @@ class Strays:
         units = {unit_name(instance) for instance in self._known}
         return not units.isdisjoint(names)
 
+    def of(self, name: str) -> list[LeftBehind]:
+        """Strays that were once the unit of this name."""
+        return [left for left in self._known.values() if unit_name(left.instance) == name]
+
+    def attest(self, name: str) -> None:
+        """The operator says that those of this name can do no harm: they count no more."""
+        for left in self.of(name):
+            self._services.attested[left.instance] = left.process
+            del self._known[left.instance]
+
     def add(self, left: LeftBehind) -> None:
         """Somebody found one."""
         self._known[left.instance] = left
@@ -45,13 +55,15 @@ class Strays:
     async def sweep(self) -> list[str]:
         """Look for strays and end them; returns the instances that were ended."""
         for left in await self._services.machine.left_behind(self._services.state_id):
-            if not any(u.owns(left.process, left.instance) for u in self._units()):
+            is_owned = any(u.owns(left.process, left.instance) for u in self._units())
+            if not is_owned and left.instance not in self._services.attested:
                 self.add(left)
         return await self.end_all()
 
     async def end_all(self) -> list[str]:
         """End those that are known, unless we are paused; the next sweep tries the rest again."""
-        if self._services.is_paused or not self._known:
+        is_paused = self._services.is_paused and not self._services.is_stopping
+        if is_paused or not self._known:
             return []
         ended = await asyncio.gather(*(self._end(left) for left in tuple(self._known.values())))
         return [instance for instance in ended if instance]
@@ -63,7 +75,7 @@ class Strays:
         except UnderstudyError as error:
             log.warning("%s is a stray that does not end: %s", left.instance, error)
             return ""
-        del self._known[left.instance]
+        self._known.pop(left.instance, None)  # it may have been attested meanwhile
         self._services.paths.forget(left.instance)
         self._services.events.append(
             "stray_ended", f"{left.instance} belonged to nobody and was ended",

@@ -14,14 +14,14 @@ from supervisor.errors import StartFailedError
 from supervisor.gateway.protocol import FirstToken, GroupRoute
 from supervisor.observe.journal import Journal, JournalState, ProcessRecord
 from supervisor.observe.looplag import LoopLag
-from supervisor.process import own_boot_id
+from supervisor.process import RESERVE, ProcessId, own_boot_id
 from supervisor.runtime.adoption import adopt
 from supervisor.runtime.gateways import GatewayFleet, GatewayUnit
 from supervisor.runtime.group import GroupRuntime
 from supervisor.runtime.operations import OperationLog
 from supervisor.runtime.services import Services
 from supervisor.runtime.status import gateway_status, group_status
-from supervisor.runtime.strays import Strays
+from supervisor.runtime.strays import Strays, unit_name
 from supervisor.runtime.unit import Unit
 from supervisor.runtime.watch import GroupWatch
 
@@ -36,6 +36,12 @@ _WORKER_POLICY: Final = RestartPolicy(
     stable_after_s=5.0, max_backoff_s=10.0, max_young_deaths=10_000
 )
 """Gateway workers never give up: without them nobody is answered."""
+
+_LACKS: Final = {
+    "disk": "room on its disk",
+    "descriptors": "file descriptors",
+    "start": "what a new process needs",
+}
 
 _JANITOR_S: Final = 1.0
 _SWEEP_ROUNDS: Final = 5  # reading the environment of every process of the user costs milliseconds
@@ -54,7 +60,8 @@ class SupervisorRuntime:
         self._journal = journal
         self._saved = state
         self._former_gateways = {p.instance for p in state.processes if p.kind == "gateway"}
-        self._lag = lag
+        services.lag = lag
+        self._degraded: dict[str, str] = {}
         self.operations = OperationLog(services.clock)
         self.stop_requested = asyncio.Event()
         self.is_ready = False
@@ -77,16 +84,27 @@ class SupervisorRuntime:
                 g,
                 self.fleet,
                 self.operations,
-                has_stray=self.strays.has_engine_of,
+                strays=self.strays,
                 on_epoch=self.save,
             )
             for g in topology.groups
         ]
         for group in self.groups:
             group.epoch_ceiling = state.epochs.get(group.name, 0)
+        if state.boot_id == own_boot_id():
+            self._recall(state)
+            group.former_golden = state.canaries.get(group.name)
         self._watches = [GroupWatch(g, lag) for g in self.groups]
         self._janitor: asyncio.Task[None] | None = None
         self._started_s = services.clock.monotonic()
+
+    def _recall(self, state: JournalState) -> None:
+        """What the last supervisor of this boot knew and no process can tell."""
+        for group in self.groups:
+            group.judged_failovers = list(state.judged.get(group.name, []))
+        for one in state.attested:
+            process = ProcessId(one.pid, one.start_ticks, own_boot_id())
+            self.services.attested[one.instance] = process
 
     # ------------------------------------------------------------ start and stop
 
@@ -167,6 +185,7 @@ class SupervisorRuntime:
         await self._end_all(list(self.fleet.workers))
         await self._end_all([e for g in self.groups for e in g.engines])
         await self._end_all([g.zygote for g in self.groups])
+        await self.strays.sweep()  # a fork that was under way belongs to nobody by now
         await self._end_all([g.cache for g in self.groups if g.cache is not None])
         for group in self.groups:
             if group.cache is not None:
@@ -196,7 +215,8 @@ class SupervisorRuntime:
     def _sweep(self) -> None:
         """Sockets and start files of the dead; the processes are gone, so nothing is raced."""
         for path in self.services.paths.run.iterdir():
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk that takes nothing: the next start sweeps
+                path.unlink(missing_ok=True)
 
     def units(self) -> Iterator[Unit]:
         """Every unit."""
@@ -222,6 +242,7 @@ class SupervisorRuntime:
             try:
                 self.services.machine.reap_orphans(self.services.owned_pids)
                 self.save()
+                self._note_degraded()
                 await self.fleet.look_after()
                 if next(rounds) % _SWEEP_ROUNDS == 0:
                     await self.strays.sweep()
@@ -247,12 +268,46 @@ class SupervisorRuntime:
                 for u in self.units()
                 if u.handle is not None
             ],
+            canaries={g.name: g.golden for g in self.groups if g.golden is not None},
             paused=self.services.is_paused,
             roles={e.name: e.state.value for g in self.groups for e in g.engines},
+            judged={g.name: g.judged_failovers for g in self.groups if g.judged_failovers},
+            attested=[
+                ProcessRecord("engine", unit_name(instance), "", instance, p.pid, p.start_ticks)
+                for instance, p in self.services.attested.items()
+            ],
         )  # fmt: skip
         if state != self._saved:
             self._saved = state
             self._journal.save(state)
+
+    # ----------------------------------------------------------------- degraded
+
+    def degraded(self) -> dict[str, str]:
+        """What the supervisor itself lacks now, by cause: serving goes on all the same."""
+        disk = self._journal.degraded or self.services.events.degraded
+        troubles = [f"{u.name}: {u.trouble}" for u in self.units() if u.trouble]
+        found = {
+            "disk": disk,
+            "descriptors": "no file descriptor is left" if RESERVE.is_short else "",
+            "start": "; ".join(troubles),
+        }
+        return {cause: why for cause, why in found.items() if why}
+
+    def _note_degraded(self) -> None:
+        """Events and metric for what begins and what is over."""
+        RESERVE.fill()
+        before, self._degraded = self._degraded, self.degraded()
+        self.services.metrics.set_degraded(self._degraded)
+        for cause in self._degraded.keys() - before.keys():
+            self.services.events.append(
+                "degraded", f"the supervisor lacks {_LACKS[cause]}: {self._degraded[cause]}",
+                cause=cause,
+            )  # fmt: skip
+        for cause in before.keys() - self._degraded.keys():
+            self.services.events.append(
+                "recovered", f"the supervisor has {_LACKS[cause]} again", cause=cause
+            )
 
     # ---------------------------------------------------------------- reactions
 
@@ -281,6 +336,7 @@ class SupervisorRuntime:
                 "uptime_s": round(self.services.clock.monotonic() - self._started_s, 3),
                 "state_dir": str(self.services.paths.root),
                 "journal_degraded": bool(self._journal.degraded or self.services.events.degraded),
+                "degraded": self.degraded(),
             },
             "addresses": {"gateway": self.fleet.address, "admin": self.admin_address},
             "gateway": [gateway_status(self.fleet, w) for w in self.fleet.workers],

@@ -14,17 +14,20 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import msgspec
 
+from cache.errors import DescriptorLimitError
 from cache.rpc import Hello
 from supervisor.core.restart import RestartPolicy, RestartRecord
 from supervisor.errors import (
     ConnectionClosedError,
     DeadlineExceededError,
+    MachineRefusedError,
+    RemoteError,
     StartFailedError,
     UnderstudyError,
 )
@@ -34,17 +37,23 @@ from supervisor.process import (
     FenceNotProvenError,
     Marker,
     ProcessId,
+    ProcessNotReadableError,
+    SpawnError,
 )
 from supervisor.runtime.machine import ControlClient, ExitWatch, Handle, OnEvent
-from supervisor.runtime.services import Services, child_environment
+from supervisor.runtime.services import Services, child_environment, python_module
 
 __all__ = ["Unit", "log_tail"]
 
 log = logging.getLogger(__name__)
 
 _CONNECT_RETRY_S: Final = 0.02
+_HELLO_S: Final = 2.0  # servers answer hello within milliseconds once they accept
 _BURIAL_S: Final = 60.0
 _TAIL_BYTES: Final = 4096
+_MAX_SPEC_BYTES: Final = 32 << 10  # half of what a pipe takes without a reader
+_FAR_S: Final = 3600.0  # a deadline that another one comes before
+_FORK_FAILED: Final = "fork_failed"
 
 
 def log_tail(path: Path, *, lines: int = 3) -> str:
@@ -81,6 +90,8 @@ class Unit:
         self.started_s = 0.0
         self.started_ns = 0
         self.is_lost = False  # its death was seen, or it was given up as unkillable
+        self.trouble = ""  # why the machine refused the last start
+        self.was_refused = False  # the start of the current instance
         self.last_alive_ns: int | None = None  # the last look before the death was seen
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_change = on_change
@@ -134,7 +145,7 @@ class Unit:
         """Name the next instance; forget everything about the last one."""
         self.release()
         self.instance = f"{self.name}-{secrets.token_hex(4)}"
-        self.is_lost = False
+        self.is_lost = self.was_refused = False
         self.died = asyncio.get_running_loop().create_future()
         self.started_s = self.services.clock.monotonic()
         self.started_ns = self._now_ns()
@@ -164,6 +175,58 @@ class Unit:
             pass_fds=pass_fds,
         )
         self._own(handle)
+
+    def spawn_module(
+        self, module: str, spec: msgspec.Struct, *, pass_fds: Sequence[int] = (), with_model: bool
+    ) -> None:
+        """Start one of our own modules; its specification goes through a pipe, not over a disk.
+
+        Raises:
+            SpawnError, OSError: it could not be started at all.
+        """
+        data = msgspec.json.encode(spec)
+        if len(data) > _MAX_SPEC_BYTES:
+            raise StartFailedError(f"the specification of {self.name} has {len(data)} bytes")
+        read_fd, write_fd = os.pipe()
+        try:
+            try:
+                os.write(write_fd, data)
+            finally:
+                os.close(write_fd)
+            argv = python_module(module, f"/proc/self/fd/{read_fd}")
+            self.spawn_process(argv, pass_fds=[*pass_fds, read_fd], with_model=with_model)
+        finally:
+            os.close(read_fd)
+
+    @contextlib.contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Around a start: what the machine refuses is remembered and becomes one error.
+
+        Raises:
+            MachineRefusedError: no descriptor, no process, or a disk that takes nothing.
+        """
+        try:
+            yield
+        except (OSError, SpawnError, ProcessNotReadableError, DescriptorLimitError) as error:
+            raise self.refused(str(error)) from error
+        except RemoteError as error:
+            if error.stable_code != _FORK_FAILED:
+                raise
+            raise self.refused(error.message) from error
+        self.record = self.record.started()
+        self.trouble = ""
+
+    def refused(self, why: str) -> MachineRefusedError:
+        """The machine refused a start: wait before the next one, but never give up."""
+        now_s = self.services.clock.monotonic()
+        self.was_refused = True
+        self.record = self.record.after_trouble(self.policy, now_s=now_s)
+        self.services.metrics.start_refused(kind=self.kind, group=self.group, name=self.name)
+        error = MachineRefusedError(self.name, why)
+        if why != self.trouble:
+            self.emit("start_refused", error.message)
+        self.trouble = why
+        return error
 
     def take(self, process: ProcessId, instance: str) -> None:
         """Take over a process that exists: a fork of the zygote, or one left by a dead supervisor.
@@ -201,22 +264,27 @@ class Unit:
             StartFailedError: the process died first.
             DeadlineExceededError: no socket, or no answer, in time.
         """
-        deadline = self.services.clock.monotonic() + timeout_s
         hello = Hello(protocol, version, instance="supervisor", role="supervisor")
-        while True:
-            remaining_s = deadline - self.services.clock.monotonic()
-            if remaining_s <= 0:
-                raise DeadlineExceededError(f"{self.name} answering", timeout_s=timeout_s)
-            try:
-                self.client, raw = await self.services.machine.connect(
-                    path, hello, timeout_s=min(remaining_s, 10.0), on_event=on_event
-                )
-            except (FileNotFoundError, ConnectionRefusedError, ConnectionClosedError):
-                await asyncio.wait([self.died], timeout=_CONNECT_RETRY_S)
-            else:
-                return raw
-            if self.died.done():
-                raise self.start_failure()
+        try:
+            async with self.services.patience.within(timeout_s):
+                while True:
+                    try:
+                        self.client, raw = await self.services.machine.connect(
+                            path, hello, timeout_s=_HELLO_S, on_event=on_event
+                        )
+                    except (
+                        FileNotFoundError,
+                        ConnectionRefusedError,
+                        ConnectionClosedError,
+                        DeadlineExceededError,  # of a predecessor that cannot be killed, perhaps
+                    ):
+                        await asyncio.wait([self.died], timeout=_CONNECT_RETRY_S)
+                    else:
+                        return raw
+                    if self.died.done():
+                        raise self.start_failure()
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"{self.name} answering", timeout_s=timeout_s) from error
 
     def start_failure(self) -> StartFailedError:
         """The error that says how the instance died while starting."""
@@ -265,9 +333,14 @@ class Unit:
     def after_death(self, *, was_ours: bool) -> None:
         """Keep the record and bury the instance in the background."""
         now_s = self.services.clock.monotonic()
-        self.record = self.record.after_death(
-            self.policy, lived_s=now_s - self.started_s, now_s=now_s, was_ours=was_ours
-        )
+        lived_s = now_s - self.started_s
+        is_young = lived_s < self.policy.stable_after_s
+        if is_young and not was_ours and (trouble := self.services.disk_trouble):
+            self.refused(trouble)  # it could not even make its sockets, perhaps
+        if not self.was_refused:
+            self.record = self.record.after_death(
+                self.policy, lived_s=lived_s, now_s=now_s, was_ours=was_ours
+            )
         self.release()
 
     def release(self) -> None:
@@ -287,12 +360,17 @@ class Unit:
 
     async def _bury(self, handle: Handle, instance: str) -> None:
         try:
-            await handle.wait_reaped(timeout_s=_BURIAL_S)
+            exit_status = await handle.wait_reaped(timeout_s=_BURIAL_S)
         finally:
             handle.close()
             self._buried.discard(instance)
             self.services.owned_pids.discard(handle.process.pid)
+        if exit_status is not None:
+            self.on_exit_status(instance, exit_status)
         self.services.paths.forget(instance)
+
+    def on_exit_status(self, instance: str, exit_status: int) -> None:
+        """Hook: how one of its instances ended is known, perhaps a second after its death."""
 
     async def end(self, *, timeout_s: float) -> None:
         """Kill a helper that is of no use; one that cannot be killed is left behind.
@@ -334,12 +412,10 @@ class Unit:
 
     async def wait_stopped(self, *, timeout_s: float) -> bool:
         """Wait until the process is seen in state `T`; False when time runs out or it dies."""
-        deadline = self.services.clock.monotonic() + timeout_s
-        while not self.is_stopped_by_signal and self.is_alive:
-            if (remaining_s := deadline - self.services.clock.monotonic()) <= 0:
-                break
+        deadline = self.services.patience.deadline(timeout_s)
+        while not self.is_stopped_by_signal and self.is_alive and not deadline.has_passed:
             self._stop_changed.clear()
-            await self.change_or_death(self._stop_changed, timeout_s=remaining_s)
+            await self.change_or_death(self._stop_changed, timeout_s=deadline.wait_s)
         return self.is_stopped_by_signal
 
     async def settle(self, *, timeout_s: float) -> None:
@@ -367,10 +443,14 @@ class Unit:
     async def call_with_fds(
         self, verb: str, params: object = None, *, timeout_s: float
     ) -> tuple[msgspec.Raw, list[int]]:
-        """One control request; the caller owns the descriptors."""
+        """One control request, with a deadline in running time; the caller owns the descriptors."""
         if self.client is None:
             raise ConnectionClosedError(f"{self.name} is not connected")
-        return await self.client.call(verb, params, timeout_s=timeout_s)
+        try:
+            async with self.services.patience.within(timeout_s):
+                return await self.client.call(verb, params, timeout_s=_FAR_S)
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"the answer to {verb}", timeout_s=timeout_s) from error
 
     def emit(self, kind: str, text: str, **fields: object) -> None:
         """One event about this unit."""

@@ -19,7 +19,7 @@ from engines.contract import (
 )
 from supervisor.core.restart import RestartPolicy
 from supervisor.process import ProcessId, own_boot_id
-from supervisor.runtime.services import Services, python_module
+from supervisor.runtime.services import Services
 from supervisor.runtime.unit import Unit
 
 __all__ = ["ZygoteUnit"]
@@ -63,10 +63,9 @@ class ZygoteUnit(Unit):
             spec = ZygoteSpec(
                 self.group, instance, str(self.services.paths.control(instance)), load
             )
-            path = self.services.paths.spec(instance)
-            path.write_bytes(msgspec.json.encode(spec))
-            self.spawn_process(python_module("engines.zygote", str(path)), with_model=True)
-            await self.join(timeout_s=timeout_s)
+            with self.refusals():
+                self.spawn_module("engines.zygote", spec, with_model=True)
+                await self.join(timeout_s=timeout_s)
         finally:
             self.is_starting = False
         took_s = self.uptime_s
