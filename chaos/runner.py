@@ -463,11 +463,7 @@ class Run:
         if role == "supervisor":
             pid: int | None = self.system.supervisor.pid
         else:
-            try:
-                status: StatusView | None = self.system.admin.status(timeout_s=1.0)
-            except (OSError, UnderstudyError):
-                status = self._status.last
-            pid = pids_of(status)[role] if status is not None else None
+            pid = pids_of(self._newest_status())[role]
         if pid is None:
             raise UnderstudyError(f"no process has the role {role} now")
         process = read_process_id(pid)
@@ -493,9 +489,16 @@ class Run:
 
     def _remember(self) -> None:
         """What later steps compare with."""
-        self._before = self.system.status() or self._status.last
-        self._before_pids = pids_of(self._before) if self._before is not None else {}
+        self._before = self._newest_status()
+        self._before_pids = pids_of(self._before)
         self._before_seq = self._events.last_seq()
+
+    def _newest_status(self) -> StatusView | None:
+        """The status now, or what a supervisor that is dead or stopped said last."""
+        try:
+            return self.system.admin.status(timeout_s=1.0)
+        except (OSError, UnderstudyError):
+            return self._status.last
 
     def _record_held(self, label: str) -> None:
         processes = {}
