@@ -50,6 +50,7 @@ class JournalState(msgspec.Struct, frozen=True):
     canaries: dict[str, list[int]] = {}  # by group: known answer to the built-in prompt
     paused: bool = False
     roles: dict[str, str] = {}  # by engine
+    held: list[str] = []  # engines that the operator froze or evicted, until he says otherwise
     judged: dict[str, list[float]] = {}  # by group: failovers by judgement, CLOCK_MONOTONIC seconds
     attested: list[ProcessRecord] = []  # unkillable, and declared harmless by the operator
 

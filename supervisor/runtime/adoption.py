@@ -16,11 +16,11 @@ Invariants
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from signal import SIGCONT
+from signal import SIGCONT, SIGSTOP
 from typing import TYPE_CHECKING, Final
 
 from cache.errors import UnderstudyError
-from supervisor.core.states import Facts, StateEvent
+from supervisor.core.states import EngineState, Facts, StateEvent
 from supervisor.runtime.machine import LeftBehind
 from supervisor.runtime.strays import unit_name
 from supervisor.runtime.unit import Unit
@@ -111,6 +111,9 @@ async def _settle_roles(group: "GroupRuntime", outcome: Adoption) -> None:
         else:
             engine.apply(StateEvent.CONDEMNED)  # the group fences it once it is open
             outcome.ended.append(engine.instance)
+    for engine in group.engines:
+        if engine.handle is None and engine.former_state == EngineState.EVICTED:
+            engine.apply(StateEvent.EVICTION_COMPLETED)  # it was sent away, not lost
     # A living primary has seen every epoch that matters. Without one, an epoch may have died with
     # its engine: then the journal's ceiling is above it.
     ceiling = 0 if group.primary is not None else group.epoch_ceiling
@@ -153,5 +156,9 @@ def _confirm(engine: "EngineUnit") -> None:
             engine.apply(StateEvent.STANDBY_CONFIRMED)
         case "batch":
             engine.apply(StateEvent.BATCH_CONFIRMED)
+            if engine.is_held and engine.handle is not None:
+                # Thawed only to answer: the operator's freeze goes on.
+                engine.apply(StateEvent.FROZEN)
+                engine.handle.send_signal(SIGSTOP)
         case "none":
             log.info("%s has no role yet", engine.name)

@@ -262,6 +262,7 @@ class GroupCommands:
                 unit.apply(StateEvent.FROZEN)
                 unit.handle.send_signal(SIGSTOP)
                 await unit.wait_stopped(timeout_s=_STOPPED_S)
+            unit.is_held = unit.is_held or cause == "operator"
             operation.phase("freeze")
             operation.finish("done")
         total_s = operation.phases_ms["total"] / 1000
@@ -291,6 +292,7 @@ class GroupCommands:
     def _thaw(unit: EngineUnit) -> None:
         if unit.handle is not None:
             unit.handle.send_signal(SIGCONT)
+        unit.is_held = False
         unit.void_samples()
         unit.apply(StateEvent.THAWED)
 

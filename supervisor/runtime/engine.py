@@ -68,7 +68,8 @@ class EngineUnit(Unit):
         self.status: EngineStatus | None = None
         self.canary: CanaryResult | None = None
         self.is_proven = True
-        self.is_held = False  # evicted by the operator with --hold
+        self.is_held = False  # frozen by the operator, or evicted with --hold: it stays so
+        self.former_state = ""  # under the last supervisor, as far as its journal says
         self.death_was_ours = False
         self.is_being_fenced = False  # somebody waits for the evidence
         self.is_forking = False

@@ -102,6 +102,9 @@ class SupervisorRuntime:
         """What the last supervisor of this boot knew and no process can tell."""
         for group in self.groups:
             group.judged_failovers = list(state.judged.get(group.name, []))
+            for engine in group.engines:
+                engine.is_held = engine.name in state.held
+                engine.former_state = state.roles.get(engine.name, "")
         for one in state.attested:
             process = ProcessId(one.pid, one.start_ticks, own_boot_id())
             self.services.attested[one.instance] = process
@@ -271,6 +274,7 @@ class SupervisorRuntime:
             canaries={g.name: g.golden for g in self.groups if g.golden is not None},
             paused=self.services.is_paused,
             roles={e.name: e.state.value for g in self.groups for e in g.engines},
+            held=[e.name for g in self.groups for e in g.engines if e.is_held],
             judged={g.name: g.judged_failovers for g in self.groups if g.judged_failovers},
             attested=[
                 ProcessRecord("engine", unit_name(instance), "", instance, p.pid, p.start_ticks)
