@@ -107,12 +107,12 @@ class Recovery:
         unfenced = (*SERVING, EngineState.FENCING, EngineState.UNKILLABLE)
         fenced = all(e.state not in unfenced for e in others)
         unit.apply(StateEvent.PROMOTION_ORDERED, Facts(predecessor_fenced=fenced))
+        group.set_epoch(epoch)  # before the order: one whose answer is lost may be obeyed
         try:
             assumed = await unit.assume("primary", epoch, timeout_s=_ASSUME_S)
         except UnderstudyError as error:
             unit.judge(Verdict.DEAD, f"did not take over: {error}")
             raise
-        group.set_epoch(epoch)
         operation.epoch = epoch
         operation.phase("promote")
         if not unit.is_proven:

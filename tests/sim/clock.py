@@ -141,4 +141,3 @@ class SimLoop(asyncio.SelectorEventLoop):
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the waiter
             future.set_exception(error)
         return future
-

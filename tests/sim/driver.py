@@ -33,7 +33,9 @@ _FAILED_STARTS: Final = 4
 class Life:
     """One supervisor, from its start to its crash or stop."""
 
-    def __init__(self, world: World, loop: SimLoop, shape: Shape, disk: SimDisk, number: int) -> None:
+    def __init__(
+        self, world: World, loop: SimLoop, shape: Shape, disk: SimDisk, number: int
+    ) -> None:
         self.world = world
         self.number = number
         self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
@@ -50,17 +52,18 @@ class Life:
         topology = topology_of(shape)
         paths = StatePaths(topology.state_dir)
         paths.make()
+        self.lag = LoopLag(clock_ns=world.clock.monotonic_ns)
         self.services = Services(
             topology, paths, "simstate", self.machine, self.events, self.metrics, NullObserver(),
-            clock=world.clock,
+            clock=world.clock, lag=self.lag,
         )  # fmt: skip
         self.machine.is_stopping = lambda: self.services.is_stopping
-        self.lag = LoopLag(clock_ns=world.clock.monotonic_ns)
         self.runtime = self.context.run(
             SupervisorRuntime, self.services, self.journal, disk.state, self.lag
         )
         self.controller = RuntimeController(self.runtime)
         self.group = self.runtime.groups[0]
+        self.machine.owns = lambda p: any(u.instance == p.instance for u in self.runtime.units())
         self.task = self.create_task(self._run())
 
     def create_task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -98,6 +101,8 @@ class Life:
         self.world.judge.note("the supervisor was killed")
         self.lag.stop()
         for proc in self.world.living():
+            if isinstance(proc, FakeEngine) and proc.status_name == "starting":
+                proc.is_blemished = "its start was cut short"
             for client in tuple(proc.connections):
                 if client.machine is self.machine:
                     client.close()

@@ -112,7 +112,9 @@ class FakeEngine(Proc):
             slots=4, error=self.error,
         )  # fmt: skip
 
-    def handle(self, verb: str, params: Any, memories: Sequence[Memory | None], reply: Reply) -> None:
+    def handle(
+        self, verb: str, params: Any, memories: Sequence[Memory | None], reply: Reply
+    ) -> None:
         """See the contract."""
         match verb:
             case "status":
@@ -136,7 +138,9 @@ class FakeEngine(Proc):
             case _:
                 super().handle(verb, params, memories, reply)
 
-    def _on_model(self, low_s: float, high_s: float, call: Callable[[], None], reply: Reply) -> None:
+    def _on_model(
+        self, low_s: float, high_s: float, call: Callable[[], None], reply: Reply
+    ) -> None:
         """Let the model thread do something; its own deadline answers while it hangs."""
         if self.is_hung or self.is_starved:
             self._waiting.append(call)

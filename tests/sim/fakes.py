@@ -68,9 +68,7 @@ class FakeGateway(Proc):
 
     def _status(self) -> GatewayStatus:
         epochs = {g.group: g.epoch for g in self.table.groups}
-        return GatewayStatus(
-            self.instance, self.process.pid, self.table.sequence, epochs, 0, 0.0
-        )
+        return GatewayStatus(self.instance, self.process.pid, self.table.sequence, epochs, 0, 0.0)
 
     def route(self) -> GroupRoute | None:
         """Where it sends requests; None before the first table."""
@@ -84,7 +82,9 @@ class FakeGateway(Proc):
         targets = (route.primary, route.batch)
         return any(t and (t.instance, t.epoch) == (instance, epoch) for t in targets)
 
-    def handle(self, verb: str, params: Any, memories: Sequence[Memory | None], reply: Reply) -> None:
+    def handle(
+        self, verb: str, params: Any, memories: Sequence[Memory | None], reply: Reply
+    ) -> None:
         """See the protocol."""
         match verb:
             case "routes" if params.sequence <= self.table.sequence:
@@ -102,7 +102,9 @@ class FakeGateway(Proc):
     def _replace(self, table: Routes, reply: Reply) -> None:
         old, new = self.route(), table.groups[0]
         if old is not None and new.epoch < old.epoch:
-            self.world.judge.breach(f"{self.unit} got routes of epoch {new.epoch} after {old.epoch}")
+            self.world.judge.breach(
+                f"{self.unit} got routes of epoch {new.epoch} after {old.epoch}"
+            )
             reply(error=ErrorBody("stale_epoch", "older than what is in force"))
             return
         cut = 0
@@ -139,7 +141,9 @@ class FakeZygote(Proc):
         """See the protocol."""
         return ZygoteHello(self.instance, self.process.pid, 1, 1.0)
 
-    def handle(self, verb: str, params: Any, memories: Sequence[Memory | None], reply: Reply) -> None:
+    def handle(
+        self, verb: str, params: Any, memories: Sequence[Memory | None], reply: Reply
+    ) -> None:
         """See the protocol."""
         match verb:
             case "fork":
@@ -209,7 +213,9 @@ class FakeCache(Proc):
             error=self._error,
         )
 
-    def handle(self, verb: str, params: Any, memories: Sequence[Memory | None], reply: Reply) -> None:
+    def handle(
+        self, verb: str, params: Any, memories: Sequence[Memory | None], reply: Reply
+    ) -> None:
         """See the protocol."""
         match verb:
             case "status":

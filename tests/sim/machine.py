@@ -296,6 +296,7 @@ class FakeMachine:
         self.loop = loop
         self.is_gone = False
         self.is_stopping: Callable[[], bool] = lambda: False
+        self.owns: Callable[[Proc], bool] = lambda _: True
         self._context = contextvars.copy_context()
 
     def call_soon(self, call: Callable[[], None]) -> None:
@@ -447,6 +448,7 @@ class FakeMachine:
         if proc.state in (ProcState.RUNNING, ProcState.STOPPED):
             expected = (
                 bool(proc.is_blemished)
+                or not self.owns(proc)
                 or self.is_stopping()
                 or proc.unit in self.world.judge.operator_touched
             )

@@ -111,5 +111,3 @@ class CountingMetrics(Metrics):
 
 def _ignore(*_: object, **__: object) -> None:
     """A gauge that nobody reads."""
-
-

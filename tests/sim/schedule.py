@@ -136,9 +136,7 @@ class Applier:
     def _find(self, target: str) -> Proc | None:
         if target not in ("primary", "standby"):
             return self._world.find(target)
-        fit = [
-            p for p in self._world.living() if isinstance(p, FakeEngine) and p.role == target
-        ]
+        fit = [p for p in self._world.living() if isinstance(p, FakeEngine) and p.role == target]
         return fit[-1] if fit else None
 
     def _blemish(self, step: Step) -> Proc | None:
@@ -177,6 +175,8 @@ class Applier:
             self._world.clock.after(step.amount, proc.go_on)
 
     def _wrong(self, step: Step) -> None:
+        if self._keeper.life.group.golden is None:
+            return  # the first answer is the right one: nobody could know better
         if isinstance(proc := self._blemish(step), FakeEngine):
             proc.answers_wrong = True
 
@@ -286,4 +286,3 @@ class Applier:
                 proc.wake()
         if not self._keeper.life.is_gone:
             self._order(Step(0, "unpause"))
-

@@ -133,7 +133,7 @@ def _missing(world: World, life: Life) -> Iterator[str]:
     states = {e.name: e.state for e in group.engines}
     stuck = _S.UNKILLABLE in states.values()
     for name, state in states.items():
-        if state not in _RESTING and state is not _S.UNKILLABLE:
+        if state not in _RESTING and not (stuck and state in (_S.UNKILLABLE, _S.READY)):
             yield f"{name} is {state}"
     serving = [e for e in group.engines if not e.is_batch and states[e.name] in _RESTING]
     is_lost = all(states[e.name] in (_S.FATAL, _S.EVICTED) for e in serving)
@@ -141,6 +141,10 @@ def _missing(world: World, life: Life) -> Iterator[str]:
         yield "there is no primary"
     if _S.FATAL not in states.values() and not stuck and group.state != "redundant":
         yield f"the group is {group.state}"
+    owned = {u.instance for u in runtime.units() if u.handle is not None}
+    for proc in world.living():
+        if proc.instance not in owned and proc.evidence_delay_s is None:
+            yield f"nobody owns {proc}, which lives"
     yield from _missing_helpers(world, life)
 
 
@@ -167,13 +171,9 @@ def _missing_helpers(world: World, life: Life) -> Iterator[str]:
 
 
 async def _check_quiet(world: World, keeper: Keeper) -> None:
-    """At rest: no stray process, no task beside the lasting ones, counters equal the events."""
+    """At rest: no task beside the lasting ones, counters equal the events."""
     life = keeper.life
-    owned = {u.instance for u in life.runtime.units() if u.handle is not None}
-    for proc in world.living():
-        if proc.instance not in owned and proc.evidence_delay_s is None:
-            world.judge.breach(f"{proc.unit}: nobody owns a process of it that lives")
-    for _ in range(10):
+    for _ in range(40):  # calls have deadlines of up to ten seconds
         extra = sorted(_name(t) for t in life.tasks if not t.done() and _name(t) not in _LASTING)
         if not [e for e in extra if e != "Unit._bury"]:
             break

@@ -96,9 +96,7 @@ class World:
     def living(self, unit: str = "") -> "list[Proc]":
         """Processes without evidence of death, oldest first."""
         return [
-            p
-            for p in self.procs.values()
-            if p.state is not ProcState.DEAD and unit in ("", p.unit)
+            p for p in self.procs.values() if p.state is not ProcState.DEAD and unit in ("", p.unit)
         ]
 
     def find(self, unit: str) -> "Proc | None":
@@ -218,7 +216,9 @@ class Proc:
 
     # ------------------------------------------------------------- what it does
 
-    def handle(self, verb: str, params: Any, memories: Sequence[Memory | None], reply: Reply) -> None:
+    def handle(
+        self, verb: str, params: Any, memories: Sequence[Memory | None], reply: Reply
+    ) -> None:
         """Answer one request of a supervisor."""
         raise AssertionError(f"{self.unit} has no verb {verb}")
 
