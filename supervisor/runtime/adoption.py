@@ -112,8 +112,9 @@ async def _settle_roles(group: "GroupRuntime", outcome: Adoption) -> None:
             engine.apply(StateEvent.CONDEMNED)  # the group fences it once it is open
             outcome.ended.append(engine.instance)
     for engine in group.engines:
-        if engine.handle is None and engine.former_state == EngineState.EVICTED:
-            engine.apply(StateEvent.EVICTION_COMPLETED)  # it was sent away, not lost
+        was_sent_away = engine.former_state == EngineState.EVICTED
+        if engine.handle is None and was_sent_away and (engine.is_held or outcome.adopted):
+            engine.apply(StateEvent.EVICTION_COMPLETED)  # and it stays away
     # A living primary has seen every epoch that matters. Without one, an epoch may have died with
     # its engine: then the journal's ceiling is above it.
     ceiling = 0 if group.primary is not None else group.epoch_ceiling
