@@ -5,8 +5,9 @@ model skeleton is built. It forks on request, is the parent of what it forked, r
 every client; the last 100 records are kept for a client that comes later.
 
 Invariants
-    1. Exactly one thread: a fork copies only the calling thread, and a lock that another one held
-       would be held for ever. The zygote refuses to listen otherwise.
+    1. Exactly one thread of ours: a fork copies only the calling thread, and a lock that another
+       one held would be held for ever. The zygote refuses to listen otherwise. A thread that some
+       library has started by itself is named in the log, and must be asleep.
     2. It never computes, maps no arena and holds no descriptor of one. CUDA is not touched: a
        process that has initialised it cannot fork others that use it.
     3. A client that does not read is cut off; it never blocks the others or a fork.
@@ -19,6 +20,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -53,7 +55,7 @@ from engines.contract import (
     ZygoteHello,
     ZygoteSpec,
 )
-from engines.native.threads import check_environment, thread_count
+from engines.native.threads import check_environment, other_threads, thread_count
 from engines.zygote_child import become_child, check_marker
 from engines.zygote_gpu import GPU_ENVIRONMENT, opened_gpu_files, warm_gpu_libraries
 
@@ -125,8 +127,7 @@ class Zygote:
 
     def serve(self) -> None:
         """Listen, serve, return after SIGTERM."""
-        if thread_count() != 1:
-            raise ThreadsFoundError(f"{thread_count()} threads after the imports, not one")
+        _check_threads()
         if opened := opened_gpu_files():
             raise DeviceTouchedError(f"{', '.join(opened)} opened during the imports")
         self._catch_sigterm()
@@ -298,6 +299,20 @@ class Zygote:
     def _owners(self) -> list[socket.socket]:
         owners = [] if self._listener is None else [self._listener]
         return [*owners, *(self._signals or ())]
+
+
+def _check_threads() -> None:
+    """Only this thread, but for what libraries have put to sleep.
+
+    Raises:
+        ThreadsFoundError: Python has started threads, or one is at work.
+    """
+    others = other_threads()
+    if threading.active_count() != 1 or not all(others.values()):
+        names = ", ".join(others) or "none that the kernel knows"
+        raise ThreadsFoundError(f"other threads after the imports: {names}")
+    if others:
+        log.warning("threads of libraries, asleep: %s", ", ".join(others))
 
 
 def _is_open(owner: "int | HasFileno") -> bool:

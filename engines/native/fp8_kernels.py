@@ -15,8 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from engines.native.untyped import Untyped
-
 __all__ = ["grouped", "quantise"]
 
 _BLOCK: Final = 128
@@ -26,15 +24,16 @@ _SMALL_TILE: Final = 16
 _LARGE_TILE: Final = 64
 
 
+# Triton reads the source: annotations other than its own are errors there.
 @triton.jit  # type: ignore[untyped-decorator]
-def _quantise(  # noqa: PLR0917 - kernels are called by position
-    values_ptr: Untyped,
-    narrow_ptr: Untyped,
-    scale_ptr: Untyped,
-    total_rows: Untyped,
+def _quantise(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917
+    values_ptr,  # noqa: ANN001
+    narrow_ptr,  # noqa: ANN001
+    scale_ptr,  # noqa: ANN001
+    total_rows,  # noqa: ANN001
     inner: tl.constexpr,
     width: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     at = row * inner + block * width + tl.arange(0, width)
@@ -54,19 +53,19 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _grouped(  # noqa: PLR0917 - kernels are called by position
-    rows_ptr: Untyped,
-    row_scale_ptr: Untyped,
-    weight_ptr: Untyped,
-    scale_ptr: Untyped,
-    out_ptr: Untyped,
-    ends_ptr: Untyped,
-    total_rows: Untyped,
+def _grouped(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917
+    rows_ptr,  # noqa: ANN001
+    row_scale_ptr,  # noqa: ANN001
+    weight_ptr,  # noqa: ANN001
+    scale_ptr,  # noqa: ANN001
+    out_ptr,  # noqa: ANN001
+    ends_ptr,  # noqa: ANN001
+    total_rows,  # noqa: ANN001
     columns: tl.constexpr,
     inner: tl.constexpr,
     tile: tl.constexpr,
     width: tl.constexpr,
-) -> None:
+):
     expert = tl.program_id(0).to(tl.int64)
     first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)

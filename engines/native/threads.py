@@ -11,7 +11,12 @@ from typing import Final
 
 from engines.native.errors import ThreadsNotPinnedError
 
-__all__ = ["SINGLE_THREAD_ENVIRONMENT", "check_environment", "thread_count"]
+__all__ = [
+    "SINGLE_THREAD_ENVIRONMENT",
+    "check_environment",
+    "other_threads",
+    "thread_count",
+]
 
 SINGLE_THREAD_ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",
@@ -40,3 +45,19 @@ def check_environment() -> None:
 def thread_count() -> int:
     """Threads of this process, as the kernel counts them."""
     return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def other_threads() -> dict[str, bool]:
+    """Names of the threads beside the first, and whether each is asleep.
+
+    A library may start a thread of its own when it is imported, such as the background thread of
+    a memory allocator.
+    """
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        if task.name == str(os.getpid()):
+            continue
+        fields = (task / "stat").read_text(encoding="utf-8", errors="replace")
+        name, _, rest = fields.partition("(")[2].rpartition(")")
+        found[f"{name} ({task.name})"] = rest.split()[0] == "S"
+    return found
