@@ -90,12 +90,12 @@ def faults_struck_under_load(history: History) -> list[str]:
 
 
 def victims_died(history: History) -> list[str]:
-    """A kill that nobody died of was no kill."""
+    """A kill that nobody died of was no kill. A newborn may die before anybody has seen it."""
     deaths = {(p.pid, p.start_ticks): p.dead_ns for p in history.all(Process)}
     found = []
     for fault in history.all(Fault):
         for target in fault.targets if fault.is_deadly else []:
-            dead_ns = deaths.get((target.pid, target.start_ticks), 0)
-            if not 0 < dead_ns <= fault.done_ns + _DEATH_S * 1e9:
+            dead_ns = deaths.get((target.pid, target.start_ticks))
+            if dead_ns is not None and not 0 < dead_ns <= fault.done_ns + _DEATH_S * 1e9:
                 found.append(f"{fault.label}: {target.instance} (pid {target.pid}) did not die")
     return found

@@ -197,8 +197,10 @@ def _may_break(history: History, stream: Stream) -> bool:
             if 0 <= stream.started_ns - fault.at_ns <= until_s * 1e9:
                 return True
     breaks = [f.at_ns for f in history.all(Fault) if f.breaks_streams]
-    breaks += [c.at_ns for c in history.all(Command) if c.label == "stop"]
-    return any(stream.was_open_at(at_ns) for at_ns in breaks)
+    if any(stream.was_open_at(at_ns) for at_ns in breaks):
+        return True
+    stops = [c.at_ns for c in history.all(Command) if c.label == "stop"]
+    return any(stream.ended_ns >= at_ns for at_ns in stops)
 
 
 def _difference(text: str, wanted: str) -> str:
