@@ -11,6 +11,9 @@ wrong_answer    the canary answers wrongly for `duration_s`
 unhealthy       `/health` answers 503 for `duration_s`
 device_error    the GPU reports an error that its context does not survive (nothing on the CPU)
 slow_health     `/health` answers `delay_s` late for `duration_s`
+
+With `UNDERSTUDY_POISON=TEXT` beside it, a request whose prompt holds TEXT ends the process with
+SIGABRT a moment after it has come, fresh or resumed: a poison request.
 """
 
 import asyncio
@@ -21,11 +24,13 @@ from typing import Final, Literal, assert_never
 
 import msgspec
 
-from engines.contract import CanaryResult
+from engines.contract import CanaryResult, Generate
 
-__all__ = ["FAULTS_VARIABLE", "Faults", "InjectFault"]
+__all__ = ["FAULTS_VARIABLE", "POISON_VARIABLE", "Faults", "InjectFault"]
 
 FAULTS_VARIABLE: Final = "UNDERSTUDY_FAULTS"
+POISON_VARIABLE: Final = "UNDERSTUDY_POISON"
+_POISON_S: Final = 0.05  # by then it has a slot
 
 
 class InjectFault(msgspec.Struct, frozen=True):
@@ -50,6 +55,7 @@ class Faults:
 
     def __init__(self) -> None:
         self.is_enabled = os.environ.get(FAULTS_VARIABLE) == "1"
+        self._poison = os.environ.get(POISON_VARIABLE, "") if self.is_enabled else ""
         self._until_s: dict[str, float] = {}
         self._health_delay_s = 0.0
 
@@ -73,6 +79,11 @@ class Faults:
             case _:
                 assert_never(order.action)
         return 0.0
+
+    def on_request(self, request: Generate) -> None:
+        """A request has come: poison acts a moment later."""
+        if self._poison and self._poison in str(request.body.prompt):
+            asyncio.get_running_loop().call_later(_POISON_S, os.abort)
 
     def _is_on(self, action: str) -> bool:
         return time.monotonic() < self._until_s.get(action, 0.0)

@@ -190,8 +190,10 @@ class GenerateServer:
         *,
         max_connections: int,
         wake_below_tokens: int,
+        on_request: Callable[[Generate], None] = lambda _: None,
     ) -> None:
         self._path = path
+        self._on_request = on_request
         self._scheduler = scheduler
         self._preparer = preparer
         self._max_connections = max_connections
@@ -237,6 +239,7 @@ class GenerateServer:
 
     def request(self, connection: _Connection, frame: Generate) -> None:
         """A connection's request: prepare it here, or in the worker if it must be tokenised."""
+        self._on_request(frame)
         if self._preparer.is_cheap(frame):
             self._prepared(connection, lambda: self._preparer.prepare(frame))
             return

@@ -201,6 +201,7 @@ class EngineProcess:
             started.preparer,
             max_connections=spec.max_queue + 2 * spec.slots + _SPARE_CONNECTIONS,
             wake_below_tokens=spec.max_unsent_tokens // 2,
+            on_request=self.faults.on_request,
         )
         self._generate.start()
         # All that start-up built lives as long as the process: never look at it again.

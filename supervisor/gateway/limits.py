@@ -27,6 +27,7 @@ __all__ = [
     "SOCKET_FLUSH_S",
     "TERM_DEADLINE_S",
     "TRIAL_FRAMES",
+    "TRIAL_LEAST_S",
     "TRIAL_S",
     "TRIAL_WAIT_S",
     "UPSTREAM_BUFFER_BYTES",
@@ -78,6 +79,9 @@ TRIAL_S: Final = 1.0
 
 TRIAL_FRAMES: Final = 2
 """So many deltas prove it too: the first may only hold what its old engine had committed."""
+
+TRIAL_LEAST_S: Final = 0.1
+"""But not sooner than this: a device reports what went wrong some steps later."""
 
 UPSTREAM_BUFFER_BYTES: Final = 64 << 10
 """Frames of one engine connection that may wait for a slow client before reading stops."""

@@ -226,6 +226,7 @@ async def test_a_crash_after_a_passed_trial_counts_for_everybody() -> None:
         assert trial is not None
         trial.saw_tokens()
         trial.saw_tokens()
+        await asyncio.sleep(0.15)
         trial.failed()
     assert not court.is_excused(defendant, "chat", "e1")
     assert not court.is_excused(other, "chat", "e1")

@@ -1,0 +1,65 @@
+"""A request that crashes every engine it meets ends after three; the streams beside it go on."""
+
+import json
+
+import httpx
+import pytest
+
+from chaos.judge import check_streams
+from chaos.streams import StreamFleet
+from chaos.system import RunningSystem, SystemOptions
+from tests.harness.rounds import Load
+
+POISON = "drink me"
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def system_options() -> SystemOptions:
+    return SystemOptions(
+        extra_environment={"UNDERSTUDY_FAULTS": "1", "UNDERSTUDY_POISON": POISON},
+        max_young_deaths=20,
+    )
+
+
+def ask(system: RunningSystem, *, stream: bool) -> httpx.Response:
+    body = {"model": "chat", "prompt": f"Alice read: {POISON}", "max_tokens": 20, "stream": stream}
+    return httpx.post(f"{system.base_url}/completions", json=body, timeout=DEADLINE_S)
+
+
+def error_of(answer: httpx.Response) -> dict[str, str]:
+    """From the body, or from the last event of a stream."""
+    text = answer.text
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        assert "[DONE]" not in text
+        text = text.strip().split("\n\n")[-1].removeprefix("data: ")
+    found: dict[str, str] = json.loads(text)["error"]
+    return found
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+def test_the_third_crash_ends_it_and_nobody_else(system: RunningSystem, stream: bool) -> None:
+    system.wait_whole()
+    load = Load.of(system, streams=8, tokens=400)
+    poisoned = system.admin.metric("understudy_gateway_poisoned_total", model="chat")
+    crashes = system.admin.metric("understudy_engine_crashes_total", group="chat")
+    with StreamFleet(system.base_url, load.requests) as fleet:
+        fleet.wait_tokens(10)
+        answer = ask(system, stream=stream)
+        records = fleet.wait_done()
+    assert error_of(answer)["code"] == "poison"
+    assert answer.status_code == (200 if stream else 500)  # it had tokens before it crashed
+    check_streams(records, load.texts)
+    system.wait_whole()
+    assert system.admin.metric("understudy_engine_crashes_total", group="chat") - crashes == 3
+    assert system.admin.metric("understudy_gateway_poisoned_total", model="chat") == poisoned + 1
+
+
+def test_what_happened_is_told(system: RunningSystem) -> None:
+    events = system.admin.get("/v1/events")
+    assert isinstance(events, dict)
+    kinds = [event["kind"] for event in events["events"]]
+    assert kinds.count("engine_crashed") >= 3
+    assert "poison_ended" in kinds
+    crashed = next(e for e in events["events"] if e["kind"] == "engine_crashed")
+    assert "was ended by SIGABRT" in crashed["text"]
