@@ -115,12 +115,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
     names = sorted(set(index.values())) if index else ["model.safetensors"]
     files: list[CheckpointFile] = []
     tensors: dict[str, TensorSource] = {}
+    shards: dict[str, str] = {}
     for name in names:
         file, found = _read_header(path / name)
         files.append(file)
         tensors.update(found)
-    absent = sorted(n for n, shard in index.items() if tensors.get(n) is None)
-    misplaced = sorted(n for n, s in index.items() if n in tensors and tensors[n].file.name != s)
+        shards.update(dict.fromkeys(found, name))
+    absent = sorted(n for n in index if n not in tensors)
+    misplaced = sorted(n for n, s in index.items() if n in tensors and shards[n] != s)
     if absent or misplaced:
         names = absent or misplaced
         raise MissingTensorError(

@@ -62,32 +62,31 @@ def reads_need_torch(reads: list[Read]) -> bool:
 
 def plan_reads(plan: LoadPlan, buffer_bytes: int) -> list[Read]:
     """All reads of a plan. A buffer holds at least one band of blocks of the widest matrix."""
-    parts = [part for copy in plan.copies for part in _parts(copy, buffer_bytes)]
-    parts.sort(key=lambda part: (str(part.copy.source.file), part.file_offset))
+    by_file: dict[Path, list[Copy]] = {}
+    for copy in plan.copies:
+        by_file.setdefault(copy.source.file, []).append(copy)
     reads: list[Read] = []
-    together: list[Part] = []
-    size_bytes = 0
-    for part in parts:
-        if together and not _follows(together[-1], part, size_bytes, buffer_bytes):
-            reads.append(_read(together, size_bytes))
-            together, size_bytes = [], 0
-        together.append(part)
-        size_bytes += part.size_bytes
-    if together:
-        reads.append(_read(together, size_bytes))
+    for file in sorted(by_file):
+        copies = sorted(by_file[file], key=lambda copy: copy.source.offset_bytes)
+        reads += _reads_of_file(file, copies, buffer_bytes)
     return reads
 
 
-def _follows(last: Part, part: Part, size_bytes: int, buffer_bytes: int) -> bool:
-    return (
-        part.copy.source.file == last.copy.source.file
-        and part.file_offset == last.file_offset + last.size_bytes
-        and size_bytes + part.size_bytes <= buffer_bytes
-    )
-
-
-def _read(parts: list[Part], size_bytes: int) -> Read:
-    return Read(parts[0].copy.source.file, parts[0].file_offset, size_bytes, tuple(parts))
+def _reads_of_file(file: Path, copies: list[Copy], buffer_bytes: int) -> Iterator[Read]:
+    together: list[Part] = []
+    start = size_bytes = 0
+    for copy in copies:
+        for part in _parts(copy, buffer_bytes):
+            follows = part.file_offset == start + size_bytes
+            if together and (not follows or size_bytes + part.size_bytes > buffer_bytes):
+                yield Read(file, start, size_bytes, tuple(together))
+                together = []
+            if not together:
+                start, size_bytes = part.file_offset, 0
+            together.append(part)
+            size_bytes += part.size_bytes
+    if together:
+        yield Read(file, start, size_bytes, tuple(together))
 
 
 def _parts(copy: Copy, buffer_bytes: int) -> Iterator[Part]:
