@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -36,7 +36,6 @@ from cache.cudamapping import CudaMapping
 from cache.devicefilling import BUFFER_BYTES, fill_device
 from cache.errors import CacheError
 from cache.loader import plan_of
-from cache.manifest import owned_tensors
 from cache.plan import LoadPlan
 from cache.protocol import PROTOCOL, VERSION, CacheStatus, Donate, KvGeometry, Load, LoadSpec
 from cache.rpc import Hello
@@ -225,7 +224,7 @@ def ours(
     quantization: str = "none",
     repeat: int = 3,
     threads: int | None = None,
-    buffer_bytes: int = BUFFER_BYTES,
+    buffer_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Seconds of filling an arena, checksums included; imports and context are not counted."""
     plan = plan_of(spec_of(folder, quantization), read_checkpoint(folder))
@@ -245,12 +244,24 @@ def ours(
     }
 
 
-def tune(report: Report, folder: Path) -> dict[str, Any]:
+def tune(
+    report: Report, folder: Path, quantization: str, choices: Sequence[tuple[int, int]]
+) -> dict[str, Any]:
     """How the number of threads and the size of buffers matter."""
     found = {}
-    for threads, mib in ((4, 8), (8, 8), (12, 8), (16, 8), (16, 2), (16, 4), (16, 16), (12, 16)):
+    for threads, mib in choices:
         name = f"{threads} threads, 2 x {mib} MiB each"
-        found[name] = ours(report, folder, name, repeat=2, threads=threads, buffer_bytes=mib << 20)
+        if quantization != "none":
+            name = f"to block FP8, {name}"
+        found[name] = ours(
+            report,
+            folder,
+            name,
+            quantization=quantization,
+            repeat=2,
+            threads=threads,
+            buffer_bytes=mib << 20,
+        )
     return found
 
 
@@ -379,15 +390,15 @@ def attach_once(daemon: Daemon, spec: LoadSpec) -> dict[str, float]:
     import torch
 
     from cache.devicetensor import tensor_at_device
+    from engines.native.binding import tensors_of
 
     at = [time.monotonic()]
     weights = attach(daemon.socket, spec, instance="engine-0", timeout_s=30)
     at.append(time.monotonic())
     mapping = weights.map()
     at.append(time.monotonic())
-    for entry in owned_tensors(weights.manifest):
-        address, dtype = mapping.address + entry.offset_bytes, getattr(torch, entry.dtype)
-        tensor_at_device(address, entry.size_bytes, dtype, 0).view(entry.shape)
+    arena = tensor_at_device(mapping.address, mapping.size_bytes, torch.uint8, 0)
+    tensors_of(weights.manifest, arena)
     at.append(time.monotonic())
     mapping.close()
     weights.close()
@@ -473,6 +484,8 @@ def cold(report: Report, disk: Path) -> dict[str, float]:
         found = {"limit": read_limit(report, folder, "cold disk", direct=True)}
         drop_caches()
         found["ours"] = ours(report, folder, "cold disk", repeat=1)["best_bytes_per_s"]
+        drop_caches()
+        found["limit again"] = read_limit(report, folder, "cold disk, again", direct=True)
         return found
     finally:
         shutil.rmtree(folder)
@@ -495,14 +508,18 @@ def main() -> int:
         "pinned": (3, lambda: pinned_limit(report)),
         "read first": (5, lambda: read_limit(report, small, "memory file system, first time")),
         "read": (5, lambda: read_limit(report, small, "memory file system, again")),
-        "ours": (8, lambda: ours(report, small, f"16 threads, 2 x {BUFFER_BYTES >> 20} MiB")),
+        "ours": (8, lambda: ours(report, small, f"8B bf16, as it is set ({BUFFER_BYTES >> 20} MiB)")),
         "daemon 8b": (30, lambda: through_daemon(report, arguments.work, small, "8B bf16", True)),
-        "rivals": (60, lambda: rivals(report, small, 3)),
+        "rivals": (60, lambda: rivals(report, small, 2)),
         "online fp8": (
             15, lambda: ours(report, small, "8B bf16 to block FP8", quantization="fp8_block"),
         ),
         "daemon fp8": (12, lambda: converting(report, arguments.work, small)),
-        "tune": (15, lambda: tune(report, small)),
+        "tune": (12, lambda: tune(report, small, "none", ((4, 4), (8, 4), (16, 2), (16, 8)))),
+        "tune fp8": (
+            15,
+            lambda: tune(report, small, "fp8_block", ((4, 16), (8, 8), (8, 32), (16, 16))),
+        ),
         "cold": (30, lambda: cold(report, arguments.disk)),
         "make 70b": (50, lambda: str(make_checkpoint(large, MODELS["llama-70b-fp8"]))),
         "large": (20, lambda: ours(report, large, "70B block FP8", quantization="fp8_block",

@@ -71,7 +71,8 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 
 def test_the_block_scaled_product_reads_the_arena(tmp_path: Path) -> None:
     """What an FP8 engine does with what the loader wrote, against float32."""
-    config = {**DENSE, "intermediate_size": 384}
+    # The product reads scales in groups of four: inputs are a multiple of 512 here.
+    config = {**DENSE, "hidden_size": 512, "intermediate_size": 384}
     tensors = tensors_for(config, torch.bfloat16)
     folder = write(tmp_path / "m", config, tensors)
     loaded = Loaded(folder, DEVICE, quantization="fp8_block", dtype="bfloat16")
