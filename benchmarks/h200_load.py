@@ -508,7 +508,7 @@ def main() -> int:
         "pinned": (3, lambda: pinned_limit(report)),
         "read first": (5, lambda: read_limit(report, small, "memory file system, first time")),
         "read": (5, lambda: read_limit(report, small, "memory file system, again")),
-        "ours": (8, lambda: ours(report, small, f"8B bf16, as it is set ({BUFFER_BYTES >> 20} MiB)")),
+        "ours": (8, lambda: ours(report, small, f"8B bf16, {BUFFER_BYTES >> 20} MiB buffers")),
         "daemon 8b": (30, lambda: through_daemon(report, arguments.work, small, "8B bf16", True)),
         "rivals": (60, lambda: rivals(report, small, 2)),
         "online fp8": (
