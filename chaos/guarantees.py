@@ -213,13 +213,13 @@ def _difference(text: str, wanted: str) -> str:
 
 
 def next_token_ms(stream: Stream, at_ns: int) -> float | None:
-    """From a fault to the first token behind the longest gap around it; None: nothing was due."""
-    if not stream.was_open_at(at_ns):
-        return None
+    """From a fault to the first token behind the longest gap around it; None: nothing was due.
+
+    A stream that has got nothing yet may be waiting for a slot, fault or no fault: not counted.
+    """
     arrivals = stream.arrivals_ns
-    if not arrivals or arrivals[0] > at_ns:
-        first_ns = arrivals[0] if arrivals else 0
-        return (first_ns - at_ns) / 1e6 if first_ns else None
+    if not stream.was_open_at(at_ns) or not arrivals or arrivals[0] > at_ns:
+        return None
     gaps = [
         (after - before, after)
         for before, after in itertools.pairwise(arrivals)
