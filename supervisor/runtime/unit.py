@@ -116,8 +116,11 @@ class Unit:
         """Whether that process is the current instance, or one that is being buried."""
         if instance in self._buried:
             return True
-        is_current = instance == self.instance
-        return is_current and (self.handle is None or self.handle.process == process)
+        if instance != self.instance:
+            return False
+        if self.handle is None:  # its fork is under way, unless nothing is started any more
+            return not self.services.is_stopping
+        return self.handle.process == process
 
     @property
     def is_stopped_by_signal(self) -> bool:

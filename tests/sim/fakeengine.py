@@ -226,6 +226,7 @@ class FakeEngine(Proc):
         if self.state is not ProcState.DEAD:
             self._page.set("steps", int(self._steps))
             self._page.set("active", 3 if has_work else 0)
+            self._page.set("runnable", 3 if has_work else 0)
             is_pressed = has_work and self.role == "primary"
             self._page.set("queued", self.world.pressure if is_pressed else 0)
         return CpuLook(self._on_cpu_ns, self._delay_ns, is_runnable=self.is_starved)

@@ -1,0 +1,395 @@
+"""Stories told to the simulator: what random schedules reach too rarely to rely on.
+
+Each is a coroutine that hurts the world and looks at the supervisor, on the virtual clock; the
+invariants of every simulation hold besides.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from supervisor.admin.controller import Operation
+from supervisor.core.states import EngineState as S
+from supervisor.errors import PreconditionError
+from supervisor.observe.journal import JournalState
+from supervisor.process import SpawnError
+from tests.sim.clock import SimLoop, VirtualTime
+from tests.sim.driver import Keeper, Objections
+from tests.sim.fakeengine import FakeEngine
+from tests.sim.shapes import Shape
+from tests.sim.simulate import _owned_task, _stop, _unwind
+from tests.sim.world import Proc, Trap, World
+
+Body = Callable[["Stage"], Coroutine[Any, Any, None]]
+
+
+class Stage:
+    """The world, the supervisor that lives now, and short words for both."""
+
+    def __init__(self, world: World, keeper: Keeper) -> None:
+        self.world = world
+        self.keeper = keeper
+
+    @property
+    def group(self) -> Any:
+        return self.keeper.life.group
+
+    @property
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.keeper.life.runtime.status()["groups"][0]
+        return found
+
+    def kinds(self) -> list[str]:
+        return [e["kind"] for e in self.keeper.disk.events]
+
+    def engine(self, name: str) -> Proc:
+        proc = self.world.find(name)
+        assert proc is not None
+        return proc
+
+    async def until(self, condition: Callable[[], object], what: str, *, within_s: float) -> None:
+        end = self.world.clock.monotonic() + within_s
+        while not condition():
+            if self.world.clock.monotonic() >= end:
+                raise AssertionError(f"{what}: not within {within_s:g} s")
+            await asyncio.sleep(0.02)
+
+    async def whole(self, *, within_s: float = 30.0) -> None:
+        await self.until(
+            lambda: self.keeper.life.runtime.is_ready and self.group.state == "redundant",
+            "redundancy", within_s=within_s,
+        )  # fmt: skip
+
+    async def order(self, work: Coroutine[Any, Any, Operation]) -> Operation:
+        self.world.judge.operator_touched.update("abc")
+        done: Operation = await self.keeper.life.create_task(work)
+        return done
+
+    async def crash_supervisor(self, *, loses_journal: bool = False) -> None:
+        before = self.keeper.life
+        await asyncio.sleep(1.5)  # the janitor has told the journal
+        before.kill()
+        if loses_journal:
+            self.keeper.disk.state = JournalState()
+        await self.until(
+            lambda: self.keeper.life is not before and self.group.is_open,
+            "the next supervisor", within_s=30,
+        )  # fmt: skip
+
+    async def hang_primary(self, *, is_answered: bool) -> None:
+        """The primary hangs; with `is_answered` somebody else takes over within two seconds."""
+        hung = self.engine(self.group.primary.name)
+        assert isinstance(hung, FakeEngine)
+        hung.is_blemished = "hang"
+        hung.hang()
+        if is_answered:
+            await self.until(
+                lambda: self.group.primary and self.group.primary.instance != hung.instance,
+                "a failover", within_s=3,
+            )  # fmt: skip
+            await self.whole()
+
+
+def play(body: Body, *, shape: Shape | None = None, seed: int = 1) -> World:
+    clock = VirtualTime()
+    world = World(seed, clock)
+    loop = SimLoop(clock)
+    loop.set_task_factory(_owned_task)
+    logger = logging.getLogger("supervisor")
+    before = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [Objections(world)], False
+
+    async def run() -> None:
+        stage = Stage(world, Keeper(world, loop, shape or Shape(has_batch=False)))
+        await stage.whole()
+        await body(stage)
+        await _stop(world, stage.keeper)
+
+    try:
+        loop.set_exception_handler(lambda _, what: world.judge.breach(f"unhandled: {what}"))
+        loop.run_until_complete(run())
+    except AssertionError as error:
+        error.add_note("\n".join(world.judge.sentences()))
+        raise
+    finally:
+        _unwind(loop)
+        logger.handlers, logger.propagate = before
+        loop.close()
+        world.close()
+    assert world.judge.violations == [], "\n".join(world.judge.sentences())
+    return world
+
+
+# ---------------------------------------------------------------- unkillable
+
+
+async def make_unkillable(stage: Stage, name: str) -> Proc:
+    proc = stage.engine(name)
+    proc.is_blemished = "unkillable"
+    proc.evidence_delay_s = -1.0  # for ever
+    proc.kill()
+    stage.world.judge.note(f"{proc} hangs in the kernel")
+    unit = stage.group.engine(name)
+    await stage.until(lambda: unit.verdict in ("dead", "hung") or unit.state is S.UNKILLABLE,
+                      "the loss", within_s=10)  # fmt: skip
+    await stage.until(lambda: unit.state is S.UNKILLABLE, "UNKILLABLE", within_s=10)
+    return proc
+
+
+def test_nobody_is_promoted_beside_an_unkillable_primary_until_the_operator_attests() -> None:
+    async def story(stage: Stage) -> None:
+        proc = await make_unkillable(stage, "a")
+        await asyncio.sleep(20)
+        assert stage.status["primary"] is None
+        assert stage.status["state"] == "down"
+        assert stage.status["unkillable"] == ["a"]
+
+        with pytest.raises(PreconditionError, match="did not end after SIGKILL") as caught:
+            await stage.order(stage.keeper.life.controller.fence("a", False))
+        assert caught.value.exit_code == 4
+        assert caught.value.details == {"pids": [proc.process.pid]}
+        assert stage.group.engine("a").state is S.UNKILLABLE
+
+        stage.world.judge.rests(proc)  # what the operator has seen
+        done = await stage.order(stage.keeper.life.controller.fence("a", True))
+        assert done.state == "done"
+        await stage.whole()
+        assert stage.group.primary.name == "b"
+        assert "fence_attested" in stage.kinds()
+
+    play(story)
+
+
+def test_an_engine_that_can_be_killed_is_not_attested() -> None:
+    async def story(stage: Stage) -> None:
+        for name in ("a", "b"):
+            with pytest.raises(PreconditionError, match="not unkillable"):
+                await stage.order(stage.keeper.life.controller.fence(name, True))
+
+    play(story)
+
+
+def test_the_next_supervisor_remembers_what_was_attested() -> None:
+    async def story(stage: Stage) -> None:
+        proc = await make_unkillable(stage, "a")
+        stage.world.judge.rests(proc)
+        await stage.order(stage.keeper.life.controller.fence("a", True))
+        await stage.whole()
+        await stage.crash_supervisor()
+        await stage.whole()
+        stage.engine("b").is_blemished = "kill"
+        stage.engine("b").kill()
+        await stage.until(lambda: stage.group.primary and stage.group.primary.name == "a",
+                          "a failover beside the attested one", within_s=5)  # fmt: skip
+        await asyncio.sleep(20)  # sweeps for strays
+        assert stage.group.primary.name == "a"
+
+    play(story)
+
+
+def test_an_unkillable_engine_that_no_journal_knows_is_attested_as_well() -> None:
+    async def story(stage: Stage) -> None:
+        proc = await make_unkillable(stage, "a")
+        stage.world.judge.rests(proc)
+        await stage.crash_supervisor(loses_journal=True)
+        await asyncio.sleep(10)
+        assert stage.group.primary is None
+        await stage.order(stage.keeper.life.controller.fence("a", True))
+        await stage.until(lambda: stage.group.is_serving, "service", within_s=20)
+
+    play(story)
+
+
+# ------------------------------------------------------------------- blocked
+
+
+def test_the_intensity_of_judgement_ends_in_blocked_and_ack_ends_that() -> None:
+    async def story(stage: Stage) -> None:
+        for _ in range(3):
+            await stage.hang_primary(is_answered=True)
+        assert stage.status["blocked"]
+        assert stage.status["state"] == "redundant"
+        await asyncio.sleep(0.5)
+        await stage.hang_primary(is_answered=False)
+        victim = stage.group.primary.instance
+        await asyncio.sleep(5)
+        assert stage.group.primary.instance == victim, "a hung primary was touched while BLOCKED"
+        assert stage.status["state"] == "blocked"
+        assert stage.kinds().count("blocked") == 1
+
+        await stage.order(stage.keeper.life.controller.ack(None))
+        await stage.until(lambda: stage.group.primary and stage.group.primary.instance != victim,
+                          "the failover behind the ack", within_s=3)  # fmt: skip
+        await stage.whole()
+        assert stage.kinds().count("unblocked") == 1
+        assert not stage.status["blocked"]
+
+    play(story)
+
+
+def test_blocked_ends_by_time_and_outlives_the_supervisor() -> None:
+    async def story(stage: Stage) -> None:
+        for _ in range(3):
+            await stage.hang_primary(is_answered=True)
+        await stage.crash_supervisor()
+        await stage.whole()
+        assert stage.status["blocked"], "a crash of the supervisor is no ack"
+        victim = stage.group.primary.instance
+        await stage.hang_primary(is_answered=False)
+        await asyncio.sleep(3)
+        assert stage.group.primary.instance == victim
+        await stage.until(lambda: stage.group.primary and stage.group.primary.instance != victim,
+                          "the failover behind the period", within_s=40)  # fmt: skip
+
+    play(story)
+
+
+def test_a_dead_primary_is_replaced_while_blocked() -> None:
+    async def story(stage: Stage) -> None:
+        for _ in range(3):
+            await stage.hang_primary(is_answered=True)
+        proc = stage.engine(stage.group.primary.name)
+        proc.is_blemished = "kill"
+        proc.kill()
+        await stage.until(
+            lambda: stage.group.primary and stage.group.primary.instance != proc.instance,
+            "a failover", within_s=3,
+        )  # fmt: skip
+
+    play(story)
+
+
+def test_ack_starts_what_has_given_up() -> None:
+    async def story(stage: Stage) -> None:
+        stage.world.doomed["b"] = 100
+        proc = stage.engine("b")
+        proc.is_blemished = "doom"
+        proc.kill()
+        await stage.until(lambda: stage.group.engine("b").state is S.FATAL, "FATAL", within_s=60)
+        stage.world.doomed["b"] = 0
+        await stage.order(stage.keeper.life.controller.ack(None))
+        await stage.whole()
+
+    play(story)
+
+
+# --------------------------------------------------------------------- stalls
+
+
+@pytest.mark.parametrize("verb", ["assume", "routes", "fence"])
+@pytest.mark.parametrize("phase", ["before", "after"])
+def test_a_failover_during_which_the_supervisor_is_stopped_for_ten_seconds_succeeds(
+    verb: str, phase: str
+) -> None:
+    async def story(stage: Stage) -> None:
+        stage.world.traps.append(Trap(verb, phase, "", lambda _: stage.world.clock.stall(10)))
+        proc = stage.engine("a")
+        proc.is_blemished = "kill"
+        proc.kill()
+        await stage.until(lambda: stage.group.primary and stage.group.primary.name == "b",
+                          "the failover", within_s=15)  # fmt: skip
+        await stage.whole()
+        assert "recovery_failed" not in stage.kinds()
+        assert stage.kinds().count("failover_completed") == 1
+
+    play(story)
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_a_supervisor_that_was_stopped_for_ten_seconds_judges_nobody(seed: int) -> None:
+    async def story(stage: Stage) -> None:
+        alive = {p.instance for p in stage.world.living()}
+        for _ in range(3):
+            stage.world.clock.stall(10)
+            await asyncio.sleep(4)
+        assert {p.instance for p in stage.world.living()} == alive
+        assert "verdict" not in stage.kinds()
+
+    play(story, seed=seed, shape=Shape(workers=2))
+
+
+def test_a_start_that_was_under_way_is_not_given_up_for_our_own_absence() -> None:
+    async def story(stage: Stage) -> None:
+        proc = stage.engine("b")
+        proc.is_blemished = "kill"
+        proc.kill()
+        await asyncio.sleep(0.03)
+        stage.world.clock.stall(60)  # longer than any deadline of a start
+        await stage.whole(within_s=90)
+        assert "start_failed" not in stage.kinds()
+
+    play(story)
+
+
+# ----------------------------------------------------------- a machine that refuses
+
+
+@pytest.mark.parametrize("unit", ["zygote-chat", "cache-chat", "gateway-0"])
+def test_a_machine_that_refuses_to_start_a_helper_is_asked_again_with_pauses(unit: str) -> None:
+    async def story(stage: Stage) -> None:
+        machine, attempts = stage.keeper.life.machine, 0
+        spawn = machine.spawn
+
+        def refuse(argv: Any, **more: Any) -> Any:
+            nonlocal attempts
+            attempts += 1
+            raise SpawnError(argv, more["log_path"], OSError(11, "no room for a process"))
+
+        machine.spawn = refuse  # type: ignore[method-assign]
+        proc = stage.engine(unit)
+        proc.is_blemished = "kill"
+        proc.kill()
+        await asyncio.sleep(30)
+        assert 4 <= attempts <= 20, f"{attempts} attempts in 30 s"
+        assert stage.keeper.life.runtime.degraded()["start"]
+        assert stage.kinds().count("start_refused") == 1
+        machine.spawn = spawn  # type: ignore[method-assign]
+        await stage.until(lambda: stage.world.find(unit), f"a new {unit}", within_s=10)
+        await stage.whole()
+        await asyncio.sleep(5)
+        assert stage.keeper.life.runtime.degraded() == {}
+        assert "degraded" in stage.kinds()
+        assert "recovered" in stage.kinds()
+
+    play(story)
+
+
+def test_forks_that_fail_make_no_engine_fatal() -> None:
+    async def story(stage: Stage) -> None:
+        stage.world.failing_forks = 30
+        proc = stage.engine("a")
+        proc.is_blemished = "kill"
+        proc.kill()
+        await stage.until(lambda: stage.group.primary and stage.group.primary.name == "b",
+                          "the failover", within_s=3)  # fmt: skip
+        await asyncio.sleep(20)
+        assert stage.world.failing_forks > 0, "it asked without a pause"
+        assert stage.group.engine("a").state is not S.FATAL
+        stage.world.failing_forks = 0
+        await stage.whole(within_s=10)
+
+    play(story)
+
+
+def test_young_deaths_on_a_full_disk_make_no_engine_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.sim.records import EventSink
+
+    trouble = ""
+    monkeypatch.setattr(EventSink, "degraded", property(lambda _: trouble))
+
+    async def story(stage: Stage) -> None:
+        nonlocal trouble
+        trouble = "No space left on device"
+        stage.world.doomed["b"] = 1000
+        proc = stage.engine("b")
+        proc.is_blemished = "doom"
+        proc.kill()
+        await asyncio.sleep(60)
+        assert stage.group.engine("b").state is not S.FATAL
+        trouble, stage.world.doomed["b"] = "", 0
+        await stage.whole(within_s=10)
+
+    play(story)
