@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from chaos.guarantees import next_token_ms, whole_after_s
-from chaos.history import Command, Fault, History, Sample, Stream
+from chaos.history import Command, Fault, History, Stream
 from chaos.judge import Spread
 
 __all__ = ["LatencyRow", "latency_rows"]
@@ -62,7 +62,7 @@ def _adoption(history: History) -> Iterator[LatencyRow]:
     for command in commands:
         served = (
             s.at_ns + s.took_ms * 1e6
-            for s in history.all(Sample)
+            for s in history.samples()
             if s.at_ns > command.at_ns and s.is_up and s.primary is not None
         )
         first_ns = next(served, None)

@@ -17,7 +17,6 @@ from chaos.history import (
     Process,
     Reference,
     Role,
-    Sample,
     Stream,
 )
 from supervisor.core.restart import FIRST_BACKOFF_S
@@ -98,7 +97,7 @@ def one_primary_per_epoch(history: History) -> list[str]:
     for before, after in itertools.pairwise(reigns(history)):
         if after.epoch <= before.epoch and after.pid != before.pid:
             found.append(f"epoch {after.epoch} of {after.engine} began after epoch {before.epoch}")
-    samples = [s for s in history.all(Sample) if s.epoch]  # 0: a new supervisor, still adopting
+    samples = [s for s in history.samples() if s.epoch]  # 0: a new supervisor, still adopting
     for earlier, later in itertools.pairwise(samples):
         if later.epoch < earlier.epoch:
             found.append(f"the status went from epoch {earlier.epoch} to {later.epoch}")
@@ -275,7 +274,7 @@ def pause_means_pause(history: History) -> list[str]:
 def whole_after_s(history: History, fault: Fault) -> float | None:
     """From a fault until nothing was missing any more; None: never within the record."""
     victims = {t.pid for t in fault.targets} if fault.is_deadly else set()
-    samples = [s for s in history.all(Sample) if s.at_ns >= fault.at_ns]
+    samples = [s for s in history.samples() if s.at_ns >= fault.at_ns]
     if fault.is_deadly:
         healed = (s for s in samples if s.is_up and s.is_whole and not s.names(victims))
         first = next(healed, None)
@@ -305,8 +304,8 @@ def whole_within_bound(history: History) -> list[str]:
 def nobody_died_uninvited(history: History) -> list[str]:
     """Every death was a fault of ours, a fence that followed one, or an order."""
     stop_ns = _stop_ns(history)
-    named = {pid for s in history.all(Sample) for pid in s.pids.values()}
-    named |= {e.pid for s in history.all(Sample) for e in s.engines}
+    named = {pid for s in history.samples() for pid in s.pids.values()}
+    named |= {e.pid for s in history.samples() for e in s.engines}
     hit = {t.pid for f in history.all(Fault) for t in f.targets}
     ordered = {"evict", "restart", "failover", "fence"}
     orders_ns = [c.at_ns for c in history.all(Command) if c.label.split()[0] in ordered]

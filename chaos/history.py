@@ -306,6 +306,10 @@ class History:
         """All entries of one kind, as they were written."""
         return [entry for entry in self._entries if isinstance(entry, kind)]
 
+    def samples(self) -> list[Sample]:
+        """Every status, in the order of time: two threads ask for it."""
+        return sorted(self.all(Sample), key=lambda s: s.at_ns)
+
     @property
     def meta(self) -> Meta:
         """The head."""

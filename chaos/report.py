@@ -189,7 +189,7 @@ class _Timeline:
     def _states(self) -> None:
         y = self._lane("not whole")
         run: list[Sample] = []
-        for sample in [*self._history.all(Sample), None]:
+        for sample in [*self._history.samples(), None]:
             if sample is not None and not sample.is_whole:
                 run.append(sample)
             elif run:

@@ -47,7 +47,7 @@ from chaos.requests import make_pool
 from chaos.scenario import CommandStep, Expect, FaultStep, Scenario, Step, Storm, Wait
 from chaos.streams import StreamFleet, StreamRequest
 from chaos.system import DEMO_MODEL, RunningSystem, SystemOptions
-from chaos.watching import ProcessWatcher, StatusWatcher, missing, pids_of
+from chaos.watching import ProcessWatcher, StatusWatcher, missing, pids_of, sample_of
 from supervisor.process import ProcessId, own_boot_id, read_marker, read_process_id, signal_process
 
 __all__ = ["HOOKS", "Run", "SkippedError", "perform"]
@@ -374,13 +374,17 @@ class Run:
         deadline = time.monotonic() + expect.within
         held_since: float | None = None
         while True:
-            wrong = self._differences(expect)
+            began_ns = time.monotonic_ns()
+            status = self.system.status()
+            wrong = self._differences(expect, status)
             now_s = time.monotonic()
             if wrong:
                 held_since = None
             else:
                 held_since = held_since if held_since is not None else now_s
                 if now_s - held_since >= expect.hold:
+                    took_ms = (time.monotonic_ns() - began_ns) / 1e6
+                    self._recorder.add(sample_of(status, began_ns, took_ms, self.system))
                     return ""
             if now_s > deadline + expect.hold:
                 return "; ".join(wrong) or "it did not last"
@@ -388,8 +392,7 @@ class Run:
                 return f"the supervisor ended with {self.system.supervisor.poll()}"
             time.sleep(_POLL_S)
 
-    def _differences(self, expect: Expect) -> list[str]:
-        status = self.system.status()
+    def _differences(self, expect: Expect, status: StatusView | None) -> list[str]:
         if status is None:
             return ["no supervisor answers"]
         wrong = missing(status, self.system) if expect.whole else []

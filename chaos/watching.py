@@ -16,7 +16,7 @@ from chaos.history import Clock, EngineSample, Process, Recorder, Sample
 from chaos.system import RunningSystem
 from supervisor.process import ExitProbe, ProcessId
 
-__all__ = ["ProcessWatcher", "StatusWatcher", "is_whole", "missing", "pids_of"]
+__all__ = ["ProcessWatcher", "StatusWatcher", "is_whole", "missing", "pids_of", "sample_of"]
 
 _STATUS_INTERVAL_S: Final = 0.1
 _LOOK_INTERVAL_S: Final = 0.005
@@ -82,12 +82,15 @@ class StatusWatcher:
         except (OSError, UnderstudyError):
             status = None
         took_ms = (time.monotonic_ns() - began_ns) / 1e6
-        self._recorder.add(_sample(status, began_ns, took_ms, self._system))
+        self._recorder.add(sample_of(status, began_ns, took_ms, self._system))
         if status is not None:
             self.last = status
 
 
-def _sample(status: StatusView | None, at_ns: int, took_ms: float, system: RunningSystem) -> Sample:
+def sample_of(
+    status: StatusView | None, at_ns: int, took_ms: float, system: RunningSystem
+) -> Sample:
+    """A status, or the lack of one, as the record keeps it."""
     if status is None:
         return Sample(at_ns, took_ms, is_up=False)
     group = status.group
