@@ -21,6 +21,11 @@ __all__ = ["BLOCK", "Fp8Linear", "dequantise", "quantise_rows"]
 BLOCK: Final = 128
 _LARGEST: Final = 448.0  # of float8_e4m3fn
 _has_triton: Final = importlib.util.find_spec("triton") is not None
+_PRODUCT_INPUTS: Final = 4 * BLOCK
+"""The block-scaled product reads weight scales in rows of a multiple of four. Measured on an H200
+(torch 2.11): with another number of blocks it takes the wrong scales and says nothing, and scales
+padded to four are refused. Such layers are dequantised for each call."""
+
 _SMALLEST_SCALE: Final = 1e-12
 """A row of zeros has some scale: dividing by zero would make it NaN."""
 
@@ -87,7 +92,7 @@ class Fp8Linear(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """As `nn.Linear`."""
-        if not values.is_cuda:
+        if not values.is_cuda or self.in_features % _PRODUCT_INPUTS:
             weight = dequantise(self.weight, self.weight_scale_inv, values.dtype)
             return F.linear(values, weight, self.bias)
         narrow, scale = _last_input.quantised(values)
