@@ -193,7 +193,7 @@ class Scenario(_Model):
     system: SystemShape = SystemShape()
     pool: int = 24
     """How many different requests there are."""
-    tokens: tuple[int, int] = (60, 240)
+    tokens: tuple[int, int] = (40, 160)
     """Shortest and longest answer."""
     max_duration: Seconds = 600.0
     gaps_are_judged: bool = True

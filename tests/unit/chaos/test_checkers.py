@@ -315,3 +315,13 @@ def test_a_port_that_nobody_holds_refuses_until_the_next_supervisor_serves() -> 
     passes(parts)
     parts.streams[-1] = replace(refused, started_ns=9 * S, ended_ns=9 * S + MS)
     assert first_broken(parts).name == "every stream is complete and exact"
+
+
+def test_a_full_queue_may_refuse_before_the_first_byte_and_not_after_it() -> None:
+    parts = RecordParts()
+    parts.streams.append(
+        replace(stream("greedy-0#3", 9 * S, [9 * S + MS]), texts=[], error="HTTP 429: queue_full")
+    )
+    passes(parts)
+    parts.streams[-1] = replace(parts.streams[-1], texts=["a"])
+    assert first_broken(parts).name == "every stream is complete and exact"
