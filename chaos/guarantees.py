@@ -179,7 +179,7 @@ def _shortfall(stream: Stream, reference: Reference) -> str | None:
 
 
 def _is_refusal(stream: Stream) -> bool:
-    """A full queue says so, before the first byte: open-loop load may ask for more than there is."""
+    """A full queue says so before the first byte: open-loop load may ask for too much."""
     return not stream.texts and "429" in (stream.error or "")
 
 
@@ -197,7 +197,8 @@ def _may_break(history: History, stream: Stream) -> bool:
     are killed at once, clients are refused until the next supervisor has bound it again.
     """
     for fault in history.all(Fault):
-        if fault.closes_port and "refused" in (stream.error or ""):
+        error = (stream.error or "").casefold()
+        if fault.closes_port and ("refused" in error or "connection error" in error):
             until_s = whole_after_s(history, fault) or float("inf")
             if 0 <= stream.started_ns - fault.at_ns <= until_s * 1e9:
                 return True
