@@ -521,7 +521,7 @@ def main() -> int:
             lambda: tune(report, small, "fp8_block", ((4, 16), (8, 8), (8, 32), (16, 16))),
         ),
         "cold": (30, lambda: cold(report, arguments.disk)),
-        "make 70b": (50, lambda: str(make_checkpoint(large, MODELS["llama-70b-fp8"]))),
+        "make 70b": (15, lambda: str(make_checkpoint(large, MODELS["llama-70b-fp8"]))),
         "large": (20, lambda: ours(report, large, "70B block FP8", quantization="fp8_block",
                                    repeat=2)),
         "daemon 70b": (

@@ -19,7 +19,7 @@ from cache.blocks import BLOCK, SCALE_DTYPE
 from cache.plan import Copy, LoadPlan
 from cache.protocol import dtype_bytes
 
-__all__ = ["Part", "Read", "plan_reads", "reads_need_torch"]
+__all__ = ["Part", "Read", "plan_reads"]
 
 _BLOCK_SCALE_BYTES: Final = dtype_bytes(SCALE_DTYPE)
 
@@ -53,11 +53,6 @@ class Read:
     def is_plain(self) -> bool:
         """Whether no part of it is converted."""
         return all(part.is_plain for part in self.parts)
-
-
-def reads_need_torch(reads: list[Read]) -> bool:
-    """Whether anything is converted on the device."""
-    return not all(read.is_plain for read in reads)
 
 
 def plan_reads(plan: LoadPlan, buffer_bytes: int) -> list[Read]:
