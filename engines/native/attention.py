@@ -9,7 +9,7 @@ on the CPU for one thread; changing the call, the mask's dtype or the layout nee
 """
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
@@ -17,9 +17,29 @@ from transformers import AttentionInterface
 
 from engines.native.kv import KvMemoryView
 
-__all__ = ["NAME", "StepInputs", "register"]
+if TYPE_CHECKING:
+    from engines.native.decode_attention import DecodeAttention
+
+__all__ = ["NAME", "RowPasts", "SlotWindow", "StepInputs", "register"]
 
 NAME: Final = "understudy_slots"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWindow:
+    """What a step attends to through the library's attention."""
+
+    slot: int | torch.Tensor | None  # None for all (decode), one in prefill
+    attended_tokens: int
+    mask: torch.Tensor  # [slots or 1, 1, queries, attended_tokens], added to the scores
+
+
+@dataclass(frozen=True, slots=True)
+class RowPasts:
+    """What a decode step attends to through our own kernel: each row to its own past."""
+
+    positions: torch.Tensor  # [slots]
+    kernel: "DecodeAttention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +48,7 @@ class StepInputs:
 
     kv: KvMemoryView
     rows: torch.Tensor  # [layers, 2, written rows]
-    slot: int | torch.Tensor | None  # attended: None for all (decode), one in prefill
-    attended_tokens: int
-    mask: torch.Tensor  # [slots or 1, 1, queries, attended_tokens]: 0 or -inf
+    attends: SlotWindow | RowPasts
 
 
 def slot_attention(  # noqa: PLR0917 - the library calls it by position
@@ -51,13 +69,16 @@ def slot_attention(  # noqa: PLR0917 - the library calls it by position
     flat, head_dim = step.kv.flat, key.shape[-1]
     flat.index_copy_(0, step.rows[layer, 0], key.reshape(-1, head_dim))
     flat.index_copy_(0, step.rows[layer, 1], value.reshape(-1, head_dim))
-    memory = step.kv.slots[layer].narrow(3, 0, step.attended_tokens)
-    if isinstance(step.slot, int):
-        memory = memory.narrow(1, step.slot, 1)
-    elif step.slot is not None:  # an input of a graph: costs a copy of what one slot holds
-        memory = memory.index_select(1, step.slot)
+    memory, attends = step.kv.slots[layer], step.attends
+    if isinstance(attends, RowPasts):
+        return attends.kernel.attend(query, memory, attends.positions, scaling), None
+    memory = memory.narrow(3, 0, attends.attended_tokens)
+    if isinstance(attends.slot, int):
+        memory = memory.narrow(1, attends.slot, 1)
+    elif attends.slot is not None:  # an input of a graph: costs a copy of what one slot holds
+        memory = memory.index_select(1, attends.slot)
     out = F.scaled_dot_product_attention(
-        query, memory[0], memory[1], attn_mask=step.mask, scale=scaling, enable_gqa=True
+        query, memory[0], memory[1], attn_mask=attends.mask, scale=scaling, enable_gqa=True
     )
     return out.transpose(1, 2), None
 

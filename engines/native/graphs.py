@@ -53,12 +53,7 @@ class StepGraphs:
 
         self._results = {"decode": results(slots), "prefill": results(1)}
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
-        self._lengths: dict[tuple[StepKind, int], list[int]] = {}
         self._pool = torch.cuda.graph_pool_handle()
-
-    def lengths(self, kind: StepKind, kv: KvMemoryView) -> list[int]:
-        """Attended lengths that are captured, ascending."""
-        return self._lengths.get((kind, id(kv)), [])
 
     def has(self, kind: StepKind, kv: KvMemoryView, attended_tokens: int) -> bool:
         """Whether this step is captured."""
@@ -86,9 +81,6 @@ class StepGraphs:
             results.logits.copy_(logits)
             results.summary.copy_(summarise(logits))
         self._graphs[_Key(kind, id(kv), attended_tokens)] = graph
-        lengths = self._lengths.setdefault((kind, id(kv)), [])
-        lengths.append(attended_tokens)
-        lengths.sort()
 
     def replay(
         self, kind: StepKind, kv: KvMemoryView, attended_tokens: int

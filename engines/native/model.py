@@ -4,14 +4,13 @@
 padded. These two shapes are the only ones that ever reach a matrix product, because bits of a
 row change with the shape (measured: `linear` differs between 1 and 16 rows).
 
-On a GPU both are captured as graphs, one for each attended length: a few before the engine is
-ready, the others when it has nothing to do (`capture_next`) or seldom, under load
-(`capture_short`). What is not captured yet runs as a captured longer one, or eagerly; the bits are
-the same.
+On a GPU both are captured as graphs: the decode step, which reads just what each row needs,
+before the engine is ready; prefill chunks, one graph for each attended length, when it has nothing
+to do (`capture_next`). Until then a chunk runs eagerly, to the same bits.
 
 Invariants
-    1. The attended length of a decode step comes from `lengths`, a set the self-check proved
-       bit-equal; that of a prefill chunk depends on the request's own position alone.
+    1. On the CPU the attended length of a decode step comes from `lengths`, a set the self-check
+       proved bit-equal. That of a prefill chunk depends on the request's own position alone.
     2. Everything a step reads from the host lies in two input buffers, uploaded before it.
 
 WARNING: one thread at a time, and only inside `torch.inference_mode`.
@@ -25,7 +24,7 @@ from typing import Final
 import torch
 
 from cache.protocol import KvGeometry
-from engines.native.attention import StepInputs
+from engines.native.attention import RowPasts, SlotWindow, StepInputs
 from engines.native.binding import bind
 from engines.native.device import HOST, Device, InputBuffer
 from engines.native.experts import ExpertsMode, experts_mode
@@ -87,9 +86,12 @@ class SlotModel:
         hidden = _HIDDEN_FROM_CUDNN if device.is_cuda else float("-inf")
         self._zero = torch.zeros((), dtype=dtype, device=where)
         self._hidden = torch.full((), hidden, dtype=dtype, device=where)
-        self._lacking: int | None = None
         self._graphs: StepGraphs | None = None
         if device.is_cuda:
+            from engines.native.decode_attention import DecodeAttention
+
+            heads = int(skeleton.config.num_attention_heads)
+            self._kernel = DecodeAttention(geometry, heads, where)
             self._graphs = StepGraphs(slots, self.vocabulary_size, where)
             self._choosers = {
                 "decode": DeviceChooser(slots, self.vocabulary_size, where),
@@ -133,7 +135,9 @@ class SlotModel:
             inputs[:, slot] = (token_id, position, 1)
             longest = max(longest, position)
         self._inputs.upload()
-        attended = attended_tokens or self._length("decode", kv, self.lengths, longest + 1)
+        attended = attended_tokens or kv.geometry.max_length
+        if attended_tokens is None and not self.device.is_cuda:
+            attended = self.lengths[bisect_left(self.lengths, longest + 1)]
         return self._run("decode", kv, attended, lambda: self._decode(kv, attended))
 
     def prefill(self, kv: KvMemoryView, slot: int, ids: Sequence[int], *, start: int) -> Logits:
@@ -145,25 +149,13 @@ class SlotModel:
         host[chunk:] = (start, count, slot)
         self._chunk.upload()
         full = kv.geometry.max_length
-        if self.device.is_cuda:
+        needed = min(start + chunk, full)
+        if self.device.is_cuda:  # few lengths: each costs an attention plan and a graph
             lengths = attended_lengths(full)
-            attended = self._length("prefill", kv, lengths, min(start + chunk, full))
+            attended = lengths[bisect_left(lengths, needed)]
         else:
             attended = min(-(-(start + chunk) // _FIRST_LENGTH) * _FIRST_LENGTH, full)
         return self._run("prefill", kv, attended, lambda: self._prefill(kv, attended))
-
-    def _length(self, kind: StepKind, kv: KvMemoryView, lengths: Sequence[int], needed: int) -> int:
-        """The shortest length that is long enough; of the captured ones, where there are any.
-
-        A prefill chunk takes no other length than its own: its bits are not proven for others.
-        """
-        shortest = lengths[bisect_left(lengths, needed)]
-        captured = self._graphs.lengths(kind, kv) if self._graphs is not None else []
-        if kind == "prefill" or not captured or captured[-1] < needed:
-            return shortest
-        chosen = captured[bisect_left(captured, needed)]
-        self._lacking = shortest if chosen > shortest else None
-        return chosen
 
     def _run(
         self, kind: StepKind, kv: KvMemoryView, attended: int, eager: Callable[[], torch.Tensor]
@@ -178,27 +170,14 @@ class SlotModel:
 
     # ------------------------------------------------------------------ graphs
 
-    def wanted_graphs(self, kv: KvMemoryView) -> Iterator[tuple[StepKind, int]]:
-        """Steps worth capturing for the serving memory, the most useful first."""
-        full = kv.geometry.max_length
-        yield "decode", full
-        yield "decode", self.lengths[bisect_left(self.lengths, -(-full // 8))]
-        for length in self.lengths:
-            yield "decode", length
-        for length in attended_lengths(full):
-            yield "prefill", length
-
-    def capture_short(self, kv: KvMemoryView) -> bool:
-        """Capture what the last decode step lacked: it ran a longer graph than it needed."""
-        lacking, self._lacking = self._lacking, None
-        return lacking is not None and self.capture_once("decode", kv, lacking)
-
     def capture_next(self, kv: KvMemoryView) -> bool:
-        """Capture one more step; False when there is none left. Takes some 100 ms."""
+        """Capture one more step, the most useful first; False when there is none left."""
         if self._graphs is None:
             return False
-        wanted = self.wanted_graphs(kv)
-        return any(self.capture_once(kind, kv, length) for kind, length in wanted)
+        full = kv.geometry.max_length
+        return self.capture_once("decode", kv, full) or any(
+            self.capture_once("prefill", kv, length) for length in attended_lengths(full)
+        )
 
     def capture_once(self, kind: StepKind, kv: KvMemoryView, attended: int) -> bool:
         """Capture one step, with no row active; False when it is captured already."""
@@ -218,8 +197,8 @@ class SlotModel:
             with self.first_layers(1):
                 step()
 
-        is_first = not self._graphs.lengths(kind, kv)
-        rehearsal = step if is_first else rehearse
+        # The decode step loads kernels of every layer; later ones only need their own plan.
+        rehearsal = step if kind == "decode" else rehearse
         self._graphs.capture(kind, kv, attended, rehearse=rehearsal, step=step)
         return True
 
@@ -232,13 +211,13 @@ class SlotModel:
 
     def _decode(self, kv: KvMemoryView, attended: int) -> torch.Tensor:
         ids, positions, active = self._inputs.tensor
-        step = StepInputs(
-            kv=kv,
-            rows=kv.decode_rows(positions, active != 0),
-            slot=None,
-            attended_tokens=attended,
-            mask=self._mask(positions, attended)[:, None, None, :],
-        )
+        attends: SlotWindow | RowPasts
+        if self.device.is_cuda:
+            attends = RowPasts(positions, self._kernel)
+        else:
+            mask = self._mask(positions, attended)[:, None, None, :]
+            attends = SlotWindow(None, attended, mask)
+        step = StepInputs(kv, kv.decode_rows(positions, active != 0), attends)
         with experts_mode(self.decode_experts):
             return self._forward(ids[:, None], positions[:, None], step)[:, 0]
 
@@ -247,13 +226,12 @@ class SlotModel:
         ids, words = self._chunk.tensor[:chunk], self._chunk.tensor[chunk:]
         start, count, slot = words[_START], words[_COUNT], words[_SLOT:]
         positions = start + self._chunk_offsets
-        step = StepInputs(
-            kv=kv,
-            rows=kv.chunk_rows(slot, start, count),
-            slot=slot if self.device.is_cuda else int(slot),
-            attended_tokens=attended,
-            mask=self._mask(positions, attended)[None, None],
+        attends = SlotWindow(
+            slot if self.device.is_cuda else int(slot),
+            attended,
+            self._mask(positions, attended)[None, None],
         )
+        step = StepInputs(kv, kv.chunk_rows(slot, start, count), attends)
         # Padding behind the last slot position would index the rotary table out of range.
         positions = positions.clamp(max=kv.geometry.max_length - 1)[None]
         last = (words[_COUNT : _COUNT + 1] - 1).clamp(min=0)

@@ -65,7 +65,7 @@ _NOT_SERVING: Final = GenerateError(
 
 
 _CAPTURE_DELAY_S: Final = 5.0
-"""Quiet time of a new standby, and between two captures of an engine that always has work."""
+"""Quiet time of a new standby."""
 _MEMORY_INTERVAL_S: Final = 5.0
 _SETTLE_POLL_S: Final = 0.005
 """How often requests that wait for the end of a fenced predecessor look for it."""
@@ -370,9 +370,6 @@ class Scheduler:
             self._advance(row, token_id)
         self._meter.step_ends(is_prefill=False)
         self._outbox.flush()
-        if self._may_capture and time.monotonic() >= self._capture_from_s:
-            self._capture_from_s = time.monotonic() + _CAPTURE_DELAY_S
-            self._model.capture_short(self._memory.kv)
 
     def _decodable(self) -> list[Row]:
         return [r for r in self._keeper.in_state(RowState.DECODE) if not self._is_paused(r)]

@@ -9,7 +9,7 @@ What is proven, each bit for bit:
     rows        every stream moved to another slot (contents, token and position move along)
     neighbours  half of the streams keep still while the others change, or stand still
     prefill     a chunk in the first and in the last slot: logits and what it wrote
-    lengths     each attended length against the full one, at 16 positions
+    lengths     on the CPU, each attended length against the full one, at 16 positions
 
 A failure of one of the first three means `exact` is not claimed. A length that fails is not used.
 """
@@ -61,7 +61,7 @@ def prove(model: SlotModel) -> SelfCheck:
             failures = bench.failures()
         full = model.geometry.max_length
         lengths: tuple[int, ...] = (full,)
-        if not failures:
+        if not failures and not model.device.is_cuda:  # there a row reads its own past alone
             candidates = attended_lengths(full)
             lengths = (*(n for n in candidates[:-1] if bench.length_is_equal(n)), full)
             if len(lengths) < len(candidates):

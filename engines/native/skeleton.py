@@ -23,6 +23,9 @@ __all__ = ["FAMILIES", "Skeleton", "build_skeleton"]
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Decoders whose attention is plain causal attention over grouped heads."""
 
+_GPU_HEAD_DIMS: Final = (16, 32, 64, 128, 256)
+"""Widths that the decode kernel has tiles for."""
+
 _FP8: Final = "fp8_block"
 _FP8_BLOCK: Final = [128, 128]
 
@@ -129,6 +132,11 @@ def _check_supported(config: Untyped, load: LoadSpec) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise UnsupportedModelError(f"layers of type {sorted(kinds)} are not supported")
+    if load.device != "cpu" and head_dim_of(config) not in _GPU_HEAD_DIMS:
+        raise UnsupportedModelError(
+            f"heads of {head_dim_of(config)} numbers are not supported on a GPU",
+            hint=f"supported: {', '.join(map(str, _GPU_HEAD_DIMS))}",
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if kind not in _FIXED_ROPE:

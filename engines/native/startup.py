@@ -8,7 +8,6 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import torch
 
@@ -30,9 +29,6 @@ from engines.native.streams import Outbox
 __all__ = ["StartedEngine", "start_engine"]
 
 log = logging.getLogger(__name__)
-
-_FIRST_GRAPHS: Final = 2
-"""One serves any length; the other is for what is usual. The rest is captured later."""
 
 
 @dataclass(slots=True)
@@ -78,8 +74,7 @@ def start_engine(
     with torch.inference_mode():
         check = prove_once(model, weights.manifest.fingerprint, Path(spec.run_dir))
         model.lengths = check.lengths
-        for _ in range(_FIRST_GRAPHS):
-            model.capture_next(memory.kv)
+        model.capture_next(memory.kv)  # the decode step; the others follow when it is idle
     log.info(
         "self-check in %.0f ms: exact=%s, attended lengths %s",
         check.duration_ms,
