@@ -106,6 +106,11 @@ class CacheUnit(Unit):
             return False
         return self.status.state == "fenced" or (self.is_serving and self.held is not None)
 
+    @property
+    def needs_start(self) -> bool:
+        """Whether `ensure_serving` has something to do; a daemon that is silent is not asked."""
+        return not self.is_alive or (self.client is not None and not self.is_settled)
+
     async def ensure_serving(self) -> None:
         """Bring the daemon to serve, from wherever it is: spawn, donate what we hold, or load.
 

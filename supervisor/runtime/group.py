@@ -62,6 +62,7 @@ FENCE_S: Final = 2.0
 _ASSUME_S: Final = 5.0
 _PUSH_S: Final = 2.0
 _ZYGOTE_START_S: Final = 120.0
+_AFTER_FAILURE_S: Final = 0.1  # before the same is tried again
 _CANARY_S: Final = 30.0
 _LOST_GATEWAYS: Final = 16
 _SERVES_CLIENTS: Final = frozenset({EngineState.PRIMARY, EngineState.BATCH})
@@ -249,7 +250,7 @@ class GroupRuntime:
             and self._cache_pulse.is_silent
             and free("cache"),
             cache_may_start=cache is not None
-            and not cache.is_settled
+            and cache.needs_start
             and cache.may_start
             and free("cache"),
         )
@@ -261,6 +262,10 @@ class GroupRuntime:
         )
         return Verdict.BUSY if is_void else engine.verdict
 
+    def decide(self) -> Decision:
+        """What to do now."""
+        return decide(self.snapshot())
+
     # --------------------------------------------------------------- reconcile
 
     def reconcile(self) -> None:
@@ -268,12 +273,12 @@ class GroupRuntime:
         self.changed.set()
         if self.services.is_stopping or not self.is_open:
             return
-        decision = decide(self.snapshot())
+        decision = self.decide()
         if decision.sentence not in (self._sentence, "no action"):
             log.info("%s: %s epoch=%d", self.name, decision.sentence, self.epoch)
         self._sentence = decision.sentence
         if decision.recovery and not self.lock.locked():
-            self._start_recovery(decision)
+            self._start_recovery()
         for chore in decision.chores:
             self._start_chore(chore)
         self._publish_if_changed()
@@ -298,9 +303,9 @@ class GroupRuntime:
             text = f"{self.name} is not BLOCKED any more: it may fail over by judgement again"
             self.services.events.append("unblocked", text, group=self.name)
 
-    def _start_recovery(self, decision: Decision) -> None:
+    def _start_recovery(self) -> None:
         if self._is_free("recovery"):
-            self.run_chore("recovery", self.recovery.run(decision))
+            self.run_chore("recovery", self.recovery.run())
 
     def _start_chore(self, chore: Chore) -> None:
         match chore:
@@ -357,17 +362,22 @@ class GroupRuntime:
             return
 
         async def supervised() -> None:
+            pause_s = 0.0
             try:
                 await work
             except UnderstudyError as error:
                 log.warning("%s: %s: %s", self.name, key, error)
+                pause_s = _AFTER_FAILURE_S
             except Exception:
                 log.exception("%s: %s failed", self.name, key)
+                pause_s = _AFTER_FAILURE_S
             finally:
                 self._chores.pop(key, None)
-                asyncio.get_running_loop().call_soon(self.reconcile)
+                asyncio.get_running_loop().call_later(pause_s, self.reconcile)
 
-        self._chores[key] = asyncio.get_running_loop().create_task(supervised())
+        task = asyncio.get_running_loop().create_task(supervised())
+        task.add_done_callback(lambda _: work.close())  # cancelled before it began
+        self._chores[key] = task
 
     def _publish_if_changed(self) -> None:
         route = self.route()

@@ -37,10 +37,13 @@ class Recovery:
 
     # ---------------------------------------------------------------- failover
 
-    async def run(self, decision: Decision) -> None:
-        """Perform the recovery of a decision, in order, under the group's lock."""
+    async def run(self) -> None:
+        """Decide under the group's lock, and perform the recovery of that decision in order."""
         group = self._group
         async with group.lock:
+            decision = group.decide()  # anew: an operation that held the lock may have done it
+            if not decision.recovery:
+                return
             operation = self._open(decision)
             try:
                 for action in decision.recovery:

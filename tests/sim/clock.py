@@ -15,11 +15,16 @@ import selectors
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-__all__ = ["SimLoop", "VirtualTime", "WorldTimer"]
+__all__ = ["SimLoop", "SpinningError", "VirtualTime", "WorldTimer"]
 
 _START_NS: Final = 1_000_000_000_000
 _UNIX_OFFSET_S: Final = 1_700_000_000.0
 _NS: Final = 1_000_000_000
+_SPIN_TURNS: Final = 5000
+
+
+class SpinningError(Exception):
+    """The supervisor runs in a circle: time does not go on."""
 
 
 class WorldTimer:
@@ -99,9 +104,15 @@ class _WorldSelector(selectors.BaseSelector):
     def __init__(self, clock: VirtualTime) -> None:
         self._clock = clock
         self._keys: dict[Any, selectors.SelectorKey] = {}
+        self._last_ns = self._turns = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         clock = self._clock
+        self._turns = self._turns + 1 if clock.now_ns == self._last_ns else 0
+        self._last_ns = clock.now_ns
+        if self._turns > _SPIN_TURNS:
+            self._turns = 0
+            raise SpinningError(f"the loop spins at {clock.elapsed_s:.4f} s")
         if timeout is None:
             clock.advance(None)
         elif timeout > 0 or clock.now_ns < clock.stalled_until_ns:

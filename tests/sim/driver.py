@@ -143,7 +143,7 @@ class Life:
             judge.breach(f"{name} raised {error!r}")
         else:
             judge.note(f"operator: {name} -> {answer.state}")
-            if name == "pause":
+            if name == "pause" and self.services.is_paused:  # and not unpaused meanwhile
                 judge.is_paused = True
 
 

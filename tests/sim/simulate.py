@@ -1,13 +1,14 @@
 """Runs a schedule from the first start to the last check, and says what was wrong."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 from supervisor.core.states import EngineState
-from tests.sim.clock import SimLoop, VirtualTime
+from tests.sim.clock import SimLoop, SpinningError, VirtualTime
 from tests.sim.driver import Keeper, Life, Objections
 from tests.sim.fakes import FakeCache, FakeGateway
 from tests.sim.schedule import LAST_FAULT_S, Applier, Schedule
@@ -49,6 +50,8 @@ def simulate(schedule: Schedule) -> Outcome:
     try:
         loop.set_exception_handler(lambda _, what: world.judge.breach(f"unhandled: {what}"))
         loop.run_until_complete(_run(world, loop, schedule))
+    except SpinningError as error:
+        world.judge.breach(str(error))
     finally:
         _unwind(loop)
         logger.handlers, logger.propagate = before
@@ -68,7 +71,8 @@ def _unwind(loop: SimLoop) -> None:
             return
         for task in pending:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        with contextlib.suppress(SpinningError):
+            loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
 
 
 def _owned_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
@@ -85,6 +89,8 @@ def _owned_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> a
 
 async def _run(world: World, loop: SimLoop, schedule: Schedule) -> None:
     keeper = Keeper(world, loop, schedule.shape)
+    if schedule.shape.has_ladder:
+        world.judge.operator_touched.add("batch")
     applier = Applier(world, keeper)
     for step in schedule.steps:
         world.clock.after(step.at_s, lambda step=step: applier.apply(step))  # type: ignore[misc]
