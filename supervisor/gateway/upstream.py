@@ -182,9 +182,12 @@ class EngineConnection(asyncio.Protocol):
 
 
 async def _connect(target: RouteTarget) -> socket.socket:
-    sock = socket.socket(
-        socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-    )
+    try:
+        sock = socket.socket(
+            socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        )
+    except OSError as error:  # no descriptor is left: there will be one again
+        raise EngineLostError(f"cannot reach engine {target.instance}: {error}") from error
     try:
         with unix_address(Path(target.generate_socket)) as address:
             while True:
