@@ -11,20 +11,24 @@ wrong_answer    the canary answers wrongly for `duration_s`
 unhealthy       `/health` answers 503 for `duration_s`
 device_error    the GPU reports an error that its context does not survive (nothing on the CPU)
 slow_health     `/health` answers `delay_s` late for `duration_s`
+write_weights   a byte is stored into a mapped weight, as a bug might do it; host memory only
 
 With `UNDERSTUDY_POISON=TEXT` beside it, a request whose prompt holds TEXT ends the process with
 SIGABRT a moment after it has come, fresh or resumed: a poison request.
 """
 
 import asyncio
+import ctypes
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Final, Literal, assert_never
 
 import msgspec
 
 from engines.contract import CanaryResult, Generate
+from engines.native.errors import EngineError
 
 __all__ = ["FAULTS_VARIABLE", "POISON_VARIABLE", "Faults", "InjectFault"]
 
@@ -44,6 +48,7 @@ class InjectFault(msgspec.Struct, frozen=True):
         "unhealthy",
         "slow_health",
         "device_error",
+        "write_weights",
     ]
     duration_s: float = 0.0
     delay_s: float = 0.0
@@ -72,6 +77,8 @@ class Faults:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             case "slow_health":
                 self._health_delay_s = order.delay_s
+            case "write_weights":
+                ctypes.memset(_weights_address(), 0, 1)
             case "wrong_answer" | "unhealthy":
                 pass  # looked up when the next question comes
             case "device_error":
@@ -99,3 +106,11 @@ class Faults:
         if self._is_on("slow_health"):
             await asyncio.sleep(self._health_delay_s)
         return not self._is_on("unhealthy")
+
+
+def _weights_address() -> int:
+    with Path("/proc/self/maps").open(encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            if "memfd:understudy-weights" in line:
+                return int(line.partition("-")[0], 16)
+    raise EngineError("the weights of this engine are not in host memory")

@@ -1,5 +1,7 @@
 """SIGKILL everything that is not the primary: streams never notice, and what died comes back."""
 
+import asyncio
+import signal
 import socket
 import threading
 import time
@@ -7,18 +9,21 @@ from collections.abc import Callable
 
 import pytest
 
+from cache.errors import ConnectionClosedError
 from chaos.client import CacheView, EngineView, wait_until
 from chaos.leftovers import memory_of
 from chaos.streams import StreamFleet, make_requests
 from chaos.system import RunningSystem, SystemOptions
+from engines.native.faults import FAULTS_VARIABLE, InjectFault
 from tests.harness.rounds import Load
+from tests.integration.engines_support import Engine, engine_spec
 
 RESTORED_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def system_options() -> SystemOptions:
-    return SystemOptions(batch=True)
+    return SystemOptions(batch=True, extra_environment={FAULTS_VARIABLE: "1"})
 
 
 def pids(system: RunningSystem, *roles: str) -> list[int]:
@@ -109,6 +114,34 @@ def test_after_the_cache_daemons_death_a_failover_still_adopts(
     wait_until(replaced(system, "cache", daemon.pid), "a new cache daemon", timeout_s=RESTORED_S)
     system.wait_whole()
     load.under_fault(system, lambda: system.kill("primary")[1], after_tokens=30)
+
+
+def break_weights(system: RunningSystem, role: str) -> int:
+    """Let an engine write into the weights that it maps; the moment in nanoseconds."""
+    engine = system.admin.status().group.engine(role)
+    assert engine is not None
+    assert engine.instance is not None
+    spec = engine_spec(system.state_dir / "run", engine.name, instance=engine.instance)
+    moment_ns = time.monotonic_ns()
+    with pytest.raises(ConnectionClosedError):
+        asyncio.run(Engine(spec).call("fault", InjectFault("write_weights")))
+    return moment_ns
+
+
+def test_a_write_into_the_weights_kills_the_writer_alone(system: RunningSystem, load: Load) -> None:
+    before = system.wait_whole().group
+    others = pids(system, "standby", "batch", "cache", "zygote")
+    writer = before.engine("primary")
+    assert writer is not None
+
+    load.under_fault(system, lambda: break_weights(system, "primary"), after_tokens=30)
+
+    after = system.wait_whole().group
+    assert after.epoch == before.epoch + 1
+    assert after.primary == before.standby[0]
+    assert pids(system, "primary", "batch", "cache", "zygote") == others
+    log = (system.state_dir / "logs" / "zygote-chat.log").read_text("utf-8")
+    assert f"{writer.instance}, pid {writer.pid}, ended with wait status {signal.SIGSEGV}" in log
 
 
 class Knocker:
