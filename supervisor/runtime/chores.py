@@ -154,13 +154,21 @@ class GroupChores:
     async def fence_engine(self, unit: "EngineUnit", *, timeout_s: float = FENCE_S) -> int:
         """Cut the engine off, kill its tree, wait for evidence, bury it; returns the streams cut.
 
-        One that was condemned or unkillable before is only looked at again.
+        One that was condemned or unkillable before is only looked at again; where somebody else
+        fences it already, their evidence is ours.
 
         Raises:
             FenceNotProvenError: it may still act; the engine is UNKILLABLE now.
         """
+        instance = unit.instance
+        if unit.is_being_fenced:
+            await self._group.wait_until(lambda: not unit.is_being_fenced, timeout_s=timeout_s)
+        if unit.instance != instance:
+            return 0
         if unit.state in ALIVE:
             unit.apply(StateEvent.CONDEMNED)
+        if unit.state not in (EngineState.FENCING, EngineState.UNKILLABLE):
+            return 0  # proven dead
         unit.is_being_fenced = True
         try:
             streams_cut = await self._group.fleet.cut(unit.instance)

@@ -136,7 +136,7 @@ class SupervisorRuntime:
         try:
             await self._all_serve()
         except UnderstudyError as error:
-            if must_serve:
+            if must_serve and not self.services.is_paused:
                 raise
             self.services.events.append("start_incomplete", str(error))
         if self.stop_requested.is_set():

@@ -129,6 +129,7 @@ class Life:
         task = self.create_task(self._ordered(name, work))
         self.operations[task] = name
         task.add_done_callback(lambda t: self.operations.pop(t, None))
+        task.add_done_callback(lambda _: work.close())  # killed before it began
 
     async def _ordered(self, name: str, work: Coroutine[Any, Any, Operation]) -> None:
         judge = self.world.judge

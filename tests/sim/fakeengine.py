@@ -122,8 +122,6 @@ class FakeEngine(Proc):
             case "assume" if self.status_name == "starting":
                 reply(error=ErrorBody("not_ready", "the engine is still starting"))
             case "assume":
-                if params.role == "primary":
-                    self.world.judge.ordered_primary(self, params.epoch)
                 self._on_model(0.0005, 0.006, lambda: self._assume(params, reply), reply)
             case "canary":
                 self._on_model(0.004, 0.02, lambda: self._canary(reply), reply)

@@ -19,7 +19,7 @@ import msgspec
 from cache.errors import ConnectionClosedError, DeadlineExceededError, ErrorBody, RemoteError
 from cache.rpc import Hello
 from cache.wire import Event
-from engines.contract import EngineSpec, ZygoteSpec
+from engines.contract import Assume, EngineSpec, ZygoteSpec
 from supervisor.gateway.protocol import GatewaySpec, Routes
 from supervisor.process import (
     EvidenceKind,
@@ -82,6 +82,8 @@ class FakeClient:
             raise ConnectionClosedError("the connection is closed")
         if isinstance(params, Routes):
             self.last_routes = params
+        elif isinstance(params, Assume) and params.role == "primary":
+            self.machine.world.judge.ordered_primary(self.proc, params.epoch)
         world = self.machine.world
         request = _Request(
             verb, params, [world.memory_of(fd) for fd in fds],
