@@ -97,8 +97,11 @@ def kill_primary(at: Situation, *, kills: int) -> list[Figure]:
     return _under_faults(at, "SIGKILL", "p99 <= 100 ms", limit=kills, faults=_kill)
 
 
-def stop_and_switch(at: Situation, *, stops: int) -> list[Figure]:
-    """Some SIGSTOPs, then switchovers until the streams end."""
+def stop_and_switch(at: Situation, *, stops: int, switches: int) -> list[Figure]:
+    """Some SIGSTOPs, then switchovers, under streams with short prompts and their own reference."""
+    short = at.short(8, max_tokens=2000)
+    texts = {r.request.name: r.text for r in run_streams(at, short)}
+    at = replace(at, requests=short, texts=texts)
 
     def fault(system: RunningSystem, number: int) -> tuple[str, int]:
         if number < stops:
@@ -107,7 +110,7 @@ def stop_and_switch(at: Situation, *, stops: int) -> list[Figure]:
         system.admin.post("/v1/promote", timeout_s=30)
         return "switchover", moment_ns
 
-    return _under_faults(at, "SIGSTOP", "p99 <= 600 ms", limit=stops + 25, faults=fault)
+    return _under_faults(at, "SIGSTOP", "p99 <= 600 ms", limit=stops + switches, faults=fault)
 
 
 def _kill(system: RunningSystem, _number: int) -> tuple[str, int]:

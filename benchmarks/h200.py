@@ -37,7 +37,7 @@ from benchmarks.gpu_experiments import (
 from benchmarks.gpu_system import Card, Figure, GpuShape, NoCard, gpu_system, requests_for
 from benchmarks.report import ROOT, commit, this_machine
 
-LONG_PROMPTS: Final = (8_000, 8_000, 12_000, 16_000, 16_000, 20_000, 24_000, 28_000)
+LONG_PROMPTS: Final = (8_000, 8_000, 8_000, 10_000, 12_000, 16_000, 20_000, 28_000)
 _TINY: Final = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 2000, "moe_intermediate_size": 64,
@@ -213,7 +213,7 @@ class Run:
                           lambda: kill_primary(at, kills=self._kills))  # fmt: skip
             if self.wants("stop-switch", needs_s=60):
                 self.note("stop-switch", "SIGSTOP of the primary, and planned switchovers.",
-                          lambda: stop_and_switch(at, stops=5))  # fmt: skip
+                          lambda: stop_and_switch(at, stops=4, switches=12))  # fmt: skip
             if self.wants("batch", needs_s=30):
                 self.note("batch", "Giving way.", lambda: batch_ladder(at, rounds=5))
             if self.wants("beside", needs_s=40):
@@ -223,7 +223,7 @@ class Run:
                 self.note("memory", "Device memory by part.", lambda: memory_of_parts(at))
 
     def _speed(self) -> None:
-        if not self.wants("speed", needs_s=70):
+        if not self.wants("speed", needs_s=55):
             return
 
         def measure() -> list[Figure]:
@@ -270,7 +270,7 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=3600.0, help="seconds for everything")
     parser.add_argument("--only", default="", help="names of experiments, with commas")
     parser.add_argument("--kills", type=int, default=40)
-    parser.add_argument("--tokens", type=int, default=2600, help="tokens of each long stream")
+    parser.add_argument("--tokens", type=int, default=2800, help="tokens of each long stream")
     parser.add_argument("--scale", type=float, default=1.0, help="shortens the prompts (rehearsal)")
     parser.add_argument("--rehearse", action="store_true", help="tiny models, without a GPU")
     parser.add_argument("--layers", type=int, default=None, help="fewer layers (rehearsal)")

@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -313,6 +314,8 @@ def _check_threads() -> None:
         raise ThreadsFoundError(f"other threads after the imports: {names}")
     if others:
         log.warning("threads of libraries, asleep: %s", ", ".join(others))
+        # Python says so at each fork, which is what has just been looked into.
+        warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
 
 
 def _is_open(owner: "int | HasFileno") -> bool:

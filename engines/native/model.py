@@ -16,6 +16,7 @@ Invariants
 WARNING: one thread at a time, and only inside `torch.inference_mode`.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from engines.native.device import HOST, Device, InputBuffer
 from engines.native.experts import ExpertsMode, experts_mode
 from engines.native.graphs import StepGraphs, StepKind
 from engines.native.kv import KvMemoryView
-from engines.native.logits import DeviceChooser, DeviceLogits, HostLogits, Logits
+from engines.native.logits import Choice, DeviceChooser, DeviceLogits, HostLogits, Logits
 from engines.native.skeleton import Skeleton
 
 __all__ = ["SlotModel", "attended_lengths"]
@@ -39,6 +40,12 @@ _FIRST_LENGTH: Final = 128
 _HIDDEN_FROM_CUDNN: Final = -65504.0
 """Added to the score of a token that a row must not see. cuDNN makes NaN from -infinity in some
 shapes; beside any real score this one gives a weight of exactly zero, too."""
+
+_EVERY_CHOICE: Final = (
+    Choice(0),
+    Choice(0, temperature=1.0),
+    Choice(0, temperature=1.0, top_k=5, top_p=0.5),
+)
 
 # Rows of the decode input buffer, and words behind the ids of the prefill one.
 _IDS, _POSITIONS, _ACTIVE = range(3)
@@ -75,7 +82,9 @@ class SlotModel:
         self.vocabulary_size = int(skeleton.config.vocab_size)
         self.decode_experts: ExpertsMode = "grouped" if device.is_cuda else "dense"
         self._model = skeleton.model
+        began_s = time.perf_counter()
         bind(self._model, tensors, device.torch_device)
+        self.bind_ms = (time.perf_counter() - began_s) * 1e3
         slots = geometry.slots
         where = device.torch_device
         self._inputs = InputBuffer(device, (_WORDS, slots))
@@ -201,6 +210,19 @@ class SlotModel:
         rehearsal = step if kind == "decode" else rehearse
         self._graphs.capture(kind, kv, attended, rehearse=rehearsal, step=step)
         return True
+
+    def rehearse(self, kv: KvMemoryView) -> None:
+        """Decode once with no row active, and choose in every way that there is.
+
+        First uses load kernels, tens of milliseconds that no stream should wait for after a
+        promotion. Legal on memory that may only be read.
+        """
+        if self._graphs is None:
+            return
+        one_row = torch.zeros(1, self.vocabulary_size, device=self.device.torch_device)
+        for choice in _EVERY_CHOICE:
+            self.decode(kv, []).choose((choice,))
+            DeviceLogits(one_row, self._choosers["prefill"]).choose((choice,))
 
     # --------------------------------------------------------------- computing
 

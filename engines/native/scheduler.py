@@ -115,6 +115,14 @@ class Scheduler:
         self.role: Role = "none"  # read by the event loop, written here
         self.epoch = 0
 
+    def prepare(self) -> None:
+        """Capture and rehearse what a promotion and a canary need; before `run`, once."""
+        kv = self._memory.kv
+        self._model.capture_next(kv)
+        while self._canary.capture():
+            pass
+        self._model.rehearse(kv)
+
     def post(self, command: Command) -> None:
         """Give the model thread something to do; from any thread, never blocks.
 
@@ -182,8 +190,7 @@ class Scheduler:
             return False
         if self.role == "standby" and time.monotonic() < self._capture_from_s:
             return False
-        kv = self._memory.kv
-        self._may_capture = self._canary.capture() or self._model.capture_next(kv)
+        self._may_capture = self._model.capture_next(self._memory.kv)
         return self._may_capture
 
     def _has_work(self) -> bool:

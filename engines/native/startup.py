@@ -31,6 +31,23 @@ __all__ = ["StartedEngine", "start_engine"]
 log = logging.getLogger(__name__)
 
 
+class Phases:
+    """How long each part of the start took, for the log."""
+
+    def __init__(self) -> None:
+        self._last_s = time.perf_counter()
+        self._ms: dict[str, float] = {}
+
+    def done(self, name: str) -> None:
+        """The part that ran since the last call has ended."""
+        now_s = time.perf_counter()
+        self._ms[name] = (now_s - self._last_s) * 1e3
+        self._last_s = now_s
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {ms:.0f} ms" for name, ms in self._ms.items())
+
+
 @dataclass(slots=True)
 class StartedEngine:
     """An engine that is ready for a role, and all that must stay alive with it."""
@@ -54,16 +71,23 @@ def start_engine(
     Raises:
         UnderstudyError: one of the typed errors of cache and engine; the process cannot serve.
     """
+    phases = Phases()
     device = device_of(spec.load.device)
     device.prepare(spec.load.dtype)
+    phases.done("device")
     skeleton = skeleton or build_skeleton(spec.load)
     geometry = skeleton.kv_geometry(slots=spec.slots, max_length=spec.max_length)
     ballast = Ballast(spec.ballast_bytes)
+    phases.done("skeleton")
     weights, attach_ms, mapping = _attach(spec)
     began_s = time.perf_counter()
     arena = device.tensor_at(mapping.address, mapping.size_bytes, torch.uint8)
-    model = SlotModel(skeleton, tensors_of(weights.manifest, arena), geometry, device)
+    tensors = tensors_of(weights.manifest, arena)
     attach_ms += (time.perf_counter() - began_s) * 1e3
+    phases.done("weights")
+    model = SlotModel(skeleton, tensors, geometry, device)
+    attach_ms += model.bind_ms
+    phases.done("model")
     kv: KvMemory | None = None
     memory: ServingMemory
     if weights.connection is None or spec.private_kv:
@@ -71,10 +95,11 @@ def start_engine(
     else:
         kv = open_kv(weights.connection, geometry, timeout_s=spec.attach_timeout_s)
         memory = SharedMemory(kv.opened, kv.fds, kv.table_fd, device=device)
+    phases.done("kv")
     with torch.inference_mode():
         check = prove_once(model, weights.manifest.fingerprint, Path(spec.run_dir))
         model.lengths = check.lengths
-        model.capture_next(memory.kv)  # the decode step; the others follow when it is idle
+    phases.done("proof")
     log.info(
         "self-check in %.0f ms: exact=%s, attended lengths %s",
         check.duration_ms,
@@ -92,6 +117,10 @@ def start_engine(
         outbox=outbox,
         exact=check.exact,
     )
+    with torch.inference_mode():
+        scheduler.prepare()
+    phases.done("graphs")
+    log.info("start: %s", phases)
     return StartedEngine(
         scheduler=scheduler,
         preparer=RequestPreparer(skeleton, max_length=spec.max_length),

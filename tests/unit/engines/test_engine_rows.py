@@ -166,9 +166,9 @@ def test_steps_are_counted_and_shown() -> None:
         meter.step_ends(is_prefill=False)
         meter.step_begins()
         meter.step_ends(is_prefill=True)
-        meter.publish(active=2, parked=1, queued=4, paused=0)
+        meter.publish(active=2, parked=1, queued=4, paused=0, free_slots=1)
         assert (page.get("steps"), page.get("tokens")) == (2, 3)
-        assert (page.get("active"), page.get("queued")) == (2, 4)
+        assert (page.get("active"), page.get("queued"), page.get("runnable")) == (2, 4, 3)
         assert sum(meter.counters.step_buckets) == 2
         assert len(meter.counters.step_buckets) == len(STEP_BUCKETS_S) + 1
         page.release()
