@@ -182,6 +182,7 @@ class GatewayFleet:
         self._on_worker_death = on_worker_death
         self._known_instances: dict[str, str] = {}
         self._in_force: list[GroupRoute] = []
+        self._is_open = False  # before adoption has ended, a table would cut every stream
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.listener: socket.socket | None = None
         self.workers = [
@@ -204,15 +205,19 @@ class GatewayFleet:
         host, port = self.listener.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def bind(self) -> None:
-        """Bind the listening socket, unless one was taken over from a living worker."""
+    def open(self) -> None:
+        """Everything found is adopted: workers may be started from now on.
+
+        Binds the listening socket, unless one was taken over from a living worker.
+        """
+        self._is_open = True
         if self.listener is None:
             listen = self._settings.listen
             self.listener = listen_tcp(listen.host, listen.port)
 
     def reconcile(self) -> None:
         """Start every worker that is not there and may come back."""
-        if self._services.is_stopping or self.listener is None:
+        if self._services.is_stopping or self.listener is None or not self._is_open:
             return
         for worker in self.workers:
             known = self._known_instances.get(worker.name)

@@ -126,7 +126,7 @@ class SupervisorRuntime:
         if found.adopted or found.ended:
             log.info("adopted %d, ended %d processes", len(found.adopted), len(found.ended))
         must_serve = not (found.adopted or self.services.is_paused)
-        self.fleet.bind()
+        self.fleet.open()
         self._janitor = asyncio.get_running_loop().create_task(self._keep_house())
         self.fleet.reconcile()
         for group, watch in zip(self.groups, self._watches, strict=True):

@@ -42,6 +42,8 @@ class FakeEngine(Proc):
 
     def __init__(self, world: World, spec: EngineSpec, *, parent: Proc | None) -> None:
         super().__init__(world, spec.instance, parent=parent)
+        if world.machine is not None and world.machine.is_gone:
+            self.is_blemished = "nobody waits for it"
         self.spec = spec
         self.role: Role = "none"
         self.epoch = 0
