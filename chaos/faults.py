@@ -57,7 +57,6 @@ class Injury:
     at_ns: int
     targets: tuple[Target, ...] = ()
     breaks_streams: bool = False
-    closes_port: bool = False
     is_deadly: bool = False
     note: str = ""
 
@@ -113,8 +112,7 @@ class SignalFault(FaultModel):
                 raise UnderstudyError(f"{target.role} was gone before the signal")
         deadly = self.signal in _DEADLY
         breaks = deadly and "gateway" in roles
-        closes = breaks and "supervisor" in roles and world.system.options.workers == 1
-        return Injury(at_ns, targets, breaks_streams=breaks, closes_port=closes, is_deadly=deadly)
+        return Injury(at_ns, targets, breaks_streams=breaks, is_deadly=deadly)
 
 
 class ContinueFault(FaultModel):

@@ -191,22 +191,39 @@ def _is_wanted(history: History, error: str) -> bool:
 
 
 def _may_break(history: History, stream: Stream) -> bool:
-    """Whether its own gateway died, or the whole system was stopped, while it was open.
-
-    The listening socket survives as long as the supervisor or one worker holds it; when all of them
-    are killed at once, clients are refused until the next supervisor has bound it again.
-    """
-    for fault in history.all(Fault):
-        error = (stream.error or "").casefold()
-        if fault.closes_port and ("refused" in error or "connection error" in error):
-            until_s = whole_after_s(history, fault) or float("inf")
-            if 0 <= stream.started_ns - fault.at_ns <= until_s * 1e9:
-                return True
+    """Whether its own gateway died, nobody held the port, or the system was stopped."""
+    error = (stream.error or "").casefold()
+    if ("refused" in error or "connection error" in error) and any(
+        from_ns <= stream.started_ns <= until_ns for from_ns, until_ns in closed_spans(history)
+    ):
+        return True
     breaks = [f.at_ns for f in history.all(Fault) if f.breaks_streams]
     if any(stream.was_open_at(at_ns) for at_ns in breaks):
         return True
     stops = [c.at_ns for c in history.all(Command) if c.label == "stop"]
     return any(stream.ended_ns >= at_ns for at_ns in stops)
+
+
+def closed_spans(history: History) -> list[tuple[int, int]]:
+    """When no process held the listening socket: from a death until somebody has bound it again.
+
+    It survives as long as the supervisor or one worker lives; when the last of them is killed,
+    clients are refused until the next supervisor serves.
+    """
+    holders = [p for p in history.all(Process) if p.instance.startswith("gateway")]
+    holders += [p for p in history.all(Process) if p.instance.startswith("supervisor")]
+    bound = [s for s in history.samples() if s.pids.get("gateway") is not None]
+    since = {p.pid: p.seen_ns for p in holders if p.instance.startswith("gateway")}
+    for sample in reversed(bound):  # a new supervisor holds it once it names a worker
+        since[sample.pids.get("supervisor") or 0] = sample.at_ns
+    spans = []
+    for dead in holders:
+        others = [p for p in holders if p is not dead]
+        others = [p for p in others if since.get(p.pid, p.dead_ns) < dead.dead_ns]
+        if dead.dead_ns and all(0 < p.dead_ns <= dead.dead_ns for p in others):
+            again = (s.at_ns for s in bound if s.at_ns > dead.dead_ns)
+            spans.append((dead.last_alive_ns, next(again, history.ended_ns)))
+    return spans
 
 
 def _difference(text: str, wanted: str) -> str:

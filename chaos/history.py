@@ -121,7 +121,6 @@ class Fault(msgspec.Struct, frozen=True, tag="fault", tag_field="entry"):
     params: dict[str, Any] = {}
     bounds_s: dict[str, float] = {}  # next_token, whole
     breaks_streams: bool = False  # client connections end with it: the gateway itself was hit
-    closes_port: bool = False  # nobody is left who holds the listening socket
     is_deadly: bool = True  # the targets end by it (a stop is not)
     note: str = ""
 

@@ -321,7 +321,6 @@ class Run:
                 params=params,
                 bounds_s=bounds,
                 breaks_streams=injury.breaks_streams,
-                closes_port=injury.closes_port,
                 is_deadly=injury.is_deadly,
                 note=injury.note,
             )

@@ -6,7 +6,18 @@ import msgspec
 import pytest
 
 from chaos.checkers import Outcome, Verdict, judge
-from chaos.history import Clock, Command, End, Expectation, Held, Leftover, Process, Role
+from chaos.history import (
+    Clock,
+    Command,
+    End,
+    Expectation,
+    Fault,
+    Held,
+    Leftover,
+    Process,
+    Role,
+    Target,
+)
 from tests.unit.chaos.records import KILL_NS, MS, RecordParts, S, engine_state, event, stream
 
 replace = msgspec.structs.replace
@@ -304,7 +315,17 @@ def test_times_of_the_wall_clock_convert_through_the_nearest_anchor() -> None:
 
 def test_a_port_that_nobody_holds_refuses_until_the_next_supervisor_serves() -> None:
     parts = RecordParts()
-    parts.faults[0] = replace(parts.faults[0], closes_port=True, breaks_streams=True)
+    dead_ns = KILL_NS + 500 * MS
+    parts.samples[0].pids["gateway"] = 60
+    parts.samples[-1].pids.update(gateway=61, supervisor=51)
+    parts.processes += [
+        Process("gateway-0-1", 60, 1, S, dead_ns, dead_ns),
+        Process("supervisor-50", 50, 1, S, dead_ns - MS, dead_ns - MS),
+        Process("gateway-0-2", 61, 2, 7 * S - 100 * MS, 12 * S, 0),
+        Process("supervisor-51", 51, 2, 6 * S, 12 * S, 0),
+    ]
+    hit = [Target("gateway", 60, 1), Target("supervisor", 50, 1)]
+    parts.faults.append(Fault("both", "signal", dead_ns - 2 * MS, dead_ns, hit))
     refused = replace(
         stream("greedy-0#3", KILL_NS + S, [KILL_NS + S + MS]),
         error="ClientConnectorError: Connect call refused",
