@@ -57,11 +57,17 @@ _FORK_FAILED: Final = "fork_failed"
 
 
 def log_tail(path: Path, *, lines: int = 3) -> str:
-    """The last lines of a log, for an error message; empty when there is none."""
+    """What a process said last, for an error message; empty when there is no log.
+
+    Our own processes end with one line `error: CODE: SENTENCE`: then that says it all.
+    """
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         text = file.read().decode("utf-8", "replace")
-        return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-lines:])
+        found = [line.strip() for line in text.splitlines() if line.strip()][-lines:]
+        if found and found[-1].startswith("error: "):
+            return found[-1].removeprefix("error: ")
+        return " | ".join(found)
     return ""
 
 
@@ -92,6 +98,7 @@ class Unit:
         self.is_lost = False  # its death was seen, or it was given up as unkillable
         self.trouble = ""  # why the machine refused the last start
         self.was_refused = False  # the start of the current instance
+        self.has_come_up = True  # what was there before us has; what we start will say so
         self.last_alive_ns: int | None = None  # the last look before the death was seen
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_change = on_change
@@ -148,7 +155,7 @@ class Unit:
         """Name the next instance; forget everything about the last one."""
         self.release()
         self.instance = f"{self.name}-{secrets.token_hex(4)}"
-        self.is_lost = self.was_refused = False
+        self.is_lost = self.was_refused = self.has_come_up = False
         self.died = asyncio.get_running_loop().create_future()
         self.started_s = self.services.clock.monotonic()
         self.started_ns = self._now_ns()
@@ -218,6 +225,7 @@ class Unit:
             raise self.refused(error.message) from error
         self.record = self.record.started()
         self.trouble = ""
+        self.has_come_up = True
 
     def refused(self, why: str) -> MachineRefusedError:
         """The machine refused a start: wait before the next one, but never give up."""
@@ -336,7 +344,8 @@ class Unit:
     def after_death(self, *, was_ours: bool) -> None:
         """Keep the record and bury the instance in the background."""
         now_s = self.services.clock.monotonic()
-        lived_s = now_s - self.started_s
+        # However long it took to fail: a process that never came up has not lived.
+        lived_s = now_s - self.started_s if self.has_come_up else 0.0
         is_young = lived_s < self.policy.stable_after_s
         if is_young and not was_ours and (trouble := self.services.disk_trouble):
             self.refused(trouble)  # it could not even make its sockets, perhaps
