@@ -86,15 +86,15 @@ def build_skeleton(load: LoadSpec) -> Skeleton:
     path = load.model_path
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the libraries raise anything for a broken file
         raise UnsupportedModelError(f"cannot read the configuration of {path}: {error}") from error
     _check_supported(config, load)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError) as error:
-        raise UnsupportedModelError(f"cannot read the tokenizer of {path}: {error}") from error
+    except Exception as error:  # the libraries raise anything for a broken file
+        raise UnsupportedModelError(f"cannot read the tokenizer of {path}: {error!r}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UnsupportedModelError(f"{path} has no tokenizer.json", hint="convert its tokenizer")
     # The arena says what is quantised and `binding` puts the layers in: the library's own

@@ -156,6 +156,13 @@ class EngineUnit(Unit):
         self.emit("engine_ready", f"{self.name} is attached", took_s=round(took_s, 3), how=how,
                   attach_ms=attach_ms, instance=instance, pid=self.pid)  # fmt: skip
 
+    def give_up_error(self) -> StartFailedError:
+        """Why it is not tried again."""
+        if not self.failure:
+            return self.start_failure()
+        return StartFailedError(f"{self.name} could not start: {self.failure}",
+                                hint=f"see {self.log_path}")  # fmt: skip
+
     async def _fork(self, zygote: ZygoteUnit, spec: EngineSpec) -> ProcessId:
         log_fd = open_log(self.log_path)
         self.is_forking = True

@@ -332,7 +332,7 @@ class GroupRuntime:
             case GiveUp(name):
                 unit = self.engine(name)
                 unit.apply(StateEvent.GIVEN_UP)
-                self.fail_start(unit.start_failure())
+                self.fail_start(unit.give_up_error())
 
     def open(self) -> None:
         """Everything that was found is adopted: decide from now on."""

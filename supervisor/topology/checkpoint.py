@@ -24,6 +24,7 @@ _LENGTH: Final = struct.Struct("<Q")
 _MAX_HEADER_BYTES: Final = 100_000_000
 """The bound that the format itself sets."""
 _MAX_CONFIG_BYTES: Final = 16 << 20
+_MAX_TOKENIZER_BYTES: Final = 256 << 20
 
 _DTYPE_BYTES: Final = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
@@ -102,11 +103,20 @@ def _read_folder(path: Path) -> Checkpoint:
     problems: list[CheckpointProblem] = []
     config = _read_config(path / "config.json", problems)
     tensors = tuple(_read_tensors(path, problems))
-    if not (path / "tokenizer.json").is_file():
-        problems.append(
-            CheckpointProblem(f"{path} has no tokenizer.json", "add the tokenizer of the model")
-        )
+    _check_tokenizer(path / "tokenizer.json", problems)
     return Checkpoint(path, config, tensors, tuple(problems))
+
+
+def _check_tokenizer(path: Path, problems: list[CheckpointProblem]) -> None:
+    """Whether it is there and whole; what it means is the engine's business."""
+    instead = "add the tokenizer of the model"
+    try:
+        _read_json_object(path, limit_bytes=_MAX_TOKENIZER_BYTES)
+    except FileNotFoundError:
+        problems.append(CheckpointProblem(f"{path.parent} has no tokenizer.json", instead))
+    except (OSError, BrokenFileError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        problems.append(CheckpointProblem(f"{path} {reason}", "copy the file again"))
 
 
 def _read_config(path: Path, problems: list[CheckpointProblem]) -> dict[str, Any]:
@@ -123,11 +133,11 @@ def _read_config(path: Path, problems: list[CheckpointProblem]) -> dict[str, Any
     return {}
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
+def _read_json_object(path: Path, *, limit_bytes: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
     with path.open("rb") as stream:
-        raw = stream.read(_MAX_CONFIG_BYTES + 1)
-    if len(raw) > _MAX_CONFIG_BYTES:
-        raise BrokenFileError(f"is longer than {_MAX_CONFIG_BYTES >> 20} MiB")
+        raw = stream.read(limit_bytes + 1)
+    if len(raw) > limit_bytes:
+        raise BrokenFileError(f"is longer than {limit_bytes >> 20} MiB")
     return _json_object(raw)
 
 

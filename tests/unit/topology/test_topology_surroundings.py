@@ -114,6 +114,16 @@ def test_a_folder_without_one_of_its_files(site: Site, name: str, missing: str) 
     assert (finding.line, finding.what) == (8, f"{site.model} has no {missing}")
 
 
+@pytest.mark.parametrize(
+    ("content", "what"), [("{", "is not JSON"), ("[]", "is not a JSON object")]
+)
+def test_a_tokenizer_that_was_copied_in_part(site: Site, content: str, what: str) -> None:
+    path = site.model / "tokenizer.json"
+    path.write_text(content)
+    finding = only(site.check())
+    assert (finding.line, finding.what) == (8, f"{path} {what}")
+
+
 def test_each_missing_file_has_its_own_finding(site: Site) -> None:
     for path in site.model.iterdir():
         path.unlink()
