@@ -215,7 +215,7 @@ class Run:
                 self.note("stop-switch", "SIGSTOP of the primary, and planned switchovers.",
                           lambda: stop_and_switch(at, stops=4, switches=12))  # fmt: skip
             if self.wants("batch", needs_s=30):
-                self.note("batch", "Giving way.", lambda: batch_ladder(at, rounds=5))
+                self.note("batch", "Giving way.", lambda: batch_ladder(at, rounds=4))
             if self.wants("beside", needs_s=40):
                 self.note("beside", "Eight short streams beside others on the card.",
                           lambda: beside_others(at))  # fmt: skip
