@@ -117,6 +117,39 @@ def test_a_checkpoint_of_other_shapes_is_refused_in_words(
     assert "shape" in error.output or "mlp" in error.output
 
 
+def test_a_tokenizer_that_the_library_cannot_read_is_named(
+    new_system: NewSystem, tmp_path: Path
+) -> None:
+    """Known only to those who import the library: the zygote, then engines that start cold."""
+    model = model_copy(tmp_path)
+    (model / "tokenizer.json").write_text("{}", "utf-8")
+    error = start_fails(new_system(SystemOptions(model=model, standby=False, max_young_deaths=1)))
+    assert f"cannot read the tokenizer of {model}" in error.output.splitlines()[-1]
+
+
+def test_weights_that_are_no_numbers_are_named_when_everything_else_runs(
+    new_system: NewSystem, tmp_path: Path
+) -> None:
+    model = model_copy(tmp_path)
+    weights = model / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-2_000_000:] = b"\xff" * 2_000_000
+    weights.write_bytes(raw)
+    error = start_fails(new_system(SystemOptions(model=model, standby=False, max_young_deaths=2)))
+    assert "the canary's logits are not finite" in error.output.splitlines()[-1]
+
+
+def test_a_taken_admin_port_is_named(new_system: NewSystem) -> None:
+    system = new_system(SystemOptions(standby=False))
+    with socket.create_server(("127.0.0.1", system.admin_port)):
+        with pytest.raises(StartError) as caught:
+            system.start(timeout_s=90)
+        assert str(system.admin_port) in caught.value.output
+        assert "Traceback" not in caught.value.output
+    system.close(check=False)
+    assert marked_processes(system.state_dir) == []
+
+
 def test_a_taken_port_is_named(new_system: NewSystem) -> None:
     system = new_system(SystemOptions(standby=False))
     with socket.create_server(("127.0.0.1", system.gateway_port)):
