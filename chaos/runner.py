@@ -148,6 +148,7 @@ class Run:
         self._before_seq = 0
         self._submitted = ""
         self._steps = 0
+        self._deadline_s = time.monotonic() + scenario.max_duration
         self._is_stopped = False
 
     # ---------------------------------------------------------------- the whole
@@ -253,6 +254,8 @@ class Run:
                     self._perform_all(step.repeat.steps)
                 continue
             self._steps += 1
+            if time.monotonic() > self._deadline_s:
+                raise DeadlineExceededError(self._name, timeout_s=self._scenario.max_duration)
             self._perform_one(step)
 
     def _perform_one(self, step: Step) -> None:

@@ -196,6 +196,7 @@ class Scenario(_Model):
     tokens: tuple[int, int] = (40, 160)
     """Shortest and longest answer."""
     max_duration: Seconds = 600.0
+    """No step begins later than this; the run ends there, not judged."""
     gaps_are_judged: bool = True
     """False where this scenario starves the machine, and with it the recorder."""
     in_long_set: bool = True
