@@ -23,6 +23,7 @@ from cache.wire import peer_uid
 from supervisor.admin.problems import BadRequestError, ForbiddenError, UnauthorizedError
 from supervisor.errors import StartFailedError
 from supervisor.observe.files import replace_file
+from supervisor.process import spare
 
 __all__ = ["TOKEN_FILE", "check_peer", "check_source", "check_token", "make_token"]
 
@@ -59,7 +60,7 @@ def check_peer(request: web.Request) -> None:
     if connection is None:
         raise ForbiddenError("the peer went away before it could be identified")
     # A duplicate: uvloop's stand-in for a socket lacks what we need.
-    with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+    with socket.socket(fileno=spare(lambda: os.dup(connection.fileno()))) as duplicate:
         uid = peer_uid(duplicate)
     if uid not in (os.geteuid(), 0):
         raise ForbiddenError(

@@ -11,6 +11,7 @@ Invariants
 """
 
 import atexit
+import codecs
 import logging
 import re
 import sys
@@ -21,6 +22,7 @@ from typing import Any, Final, TextIO
 
 __all__ = ["FieldFormatter", "ThreadedHandler", "fields", "setup_logging"]
 
+_escape: Final = codecs.getencoder("unicode_escape")  # now: it may have to be read from a file
 _QUEUE_LINES: Final = 10_000
 _BARE = re.compile(r"[\w.:/@+,\[\]{}%-]+", re.ASCII)
 
@@ -71,8 +73,11 @@ class ThreadedHandler(logging.Handler):
         """Queue one line."""
         try:
             line = self.format(record)
-        except Exception:  # noqa: BLE001 -- a bad format string must not break the caller
-            line = f"a log line of {record.name} could not be formatted: {record.msg!r}"
+        except Exception as error:  # noqa: BLE001 -- a bad format string must not break the caller
+            cause = record.exc_info[1] if record.exc_info else None
+            line = f"a log line of {record.name} could not be formatted ({error!r}): {record.msg!r}"
+            if cause is not None:
+                line += f" | {cause!r} at {_place(cause)}"
         with self._condition:
             if len(self._lines) >= self._queue_lines:
                 self._dropped += 1
@@ -137,10 +142,19 @@ def setup_logging(level: str = "INFO", stream: TextIO | None = None) -> Threaded
     return handler
 
 
+def _place(error: BaseException) -> str:
+    """Where it was raised, without reading any source file: there may be no descriptor left."""
+    trace, places = error.__traceback__, []
+    while trace is not None:
+        places.append(f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    return " < ".join(reversed(places[-8:]))
+
+
 def _one_line(text: str) -> str:
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() else _escape(c)[0].decode() for c in text)
 
 
 def _value(value: object) -> str:

@@ -189,7 +189,7 @@ def find_marked(state_id: str) -> list[tuple[ProcessId, str]]:
     30 us for each process of this user, so keep it off the promotion path.
     """
     found: list[tuple[ProcessId, str]] = []
-    for name in os.listdir("/proc"):  # noqa: PTH208 -- names only, thousands of them
+    for name in spare(lambda: os.listdir("/proc")):  # noqa: PTH208 -- names only, thousands
         if not name.isdigit():
             continue
         pid = int(name)
