@@ -58,6 +58,8 @@ class ProgressView(msgspec.Struct, frozen=True):
 
     bytes_done: int = 0
     bytes_total: int = 0
+    bytes_per_s: float = 0.0
+    eta_s: float | None = None
 
 
 class CacheView(msgspec.Struct, frozen=True):

@@ -15,27 +15,28 @@ from typing import Final
 
 import openai
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.progress import TransferSpeedColumn as RateColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from cache.errors import UnderstudyError
-from chaos.client import EngineView, StatusView, wait_until
+from chaos.client import CacheView, EngineView, ProgressView, StatusView, wait_until
 from chaos.judge import Interruption, Spread, check_streams, interruptions, reference_texts
 from chaos.memory import mapped_memory
 from chaos.streams import StreamFleet, StreamRecord, make_requests
 from chaos.system import ROOT, RunningSystem, StartError, SystemOptions, free_ports, is_port_free
 
 TOPOLOGY: Final = ROOT / "configs" / "demo.yaml"
-STATE_DIR: Final = ROOT / "run" / "demo"
+STATE_DIR: Final = ROOT / "run" / "make-demo"  # beside that of a `supervisor run` on the same file
 DEFAULT_PORTS: Final = (8000, 9400)  # gateway and admin, as the topology has them
 STREAMS: Final = 8
 STREAM_TOKENS: Final = 240
 KILL_AFTER_TOKENS: Final = 60
 MIB: Final = 1 << 20
 
-out = Console(highlight=False)
+PLAIN_WIDTH: Final = 100  # of output that goes into a file
+
+out = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 
 
 class BrokenPromiseError(UnderstudyError):
@@ -75,21 +76,24 @@ def play() -> None:
 def make_system() -> RunningSystem:
     """The demo topology; on other ports when somebody has the usual ones."""
     gateway_port, admin_port = DEFAULT_PORTS
-    environment: dict[str, str] = {}
+    environment = {"UNDERSTUDY__STATE_DIR": str(STATE_DIR)}
     if not all(is_port_free(port) for port in DEFAULT_PORTS):
         gateway_port, admin_port = free_ports(2)
-        environment = {
+        environment |= {
             "UNDERSTUDY__GATEWAY__LISTEN": f"127.0.0.1:{gateway_port}",
             "UNDERSTUDY__ADMIN__LISTEN": f"127.0.0.1:{admin_port}",
         }
     STATE_DIR.parent.mkdir(exist_ok=True)
-    return RunningSystem(
+    system = RunningSystem(
         STATE_DIR.parent,
         SystemOptions(batch=True, extra_environment=environment),
         topology=TOPOLOGY,
         state_dir=STATE_DIR,
         ports=(gateway_port, admin_port),
     )
+    if not system.own_processes():
+        system.remove_state()  # each demo is a first start
+    return system
 
 
 def start(system: RunningSystem, measured: Measured) -> None:
@@ -108,8 +112,8 @@ def start(system: RunningSystem, measured: Measured) -> None:
 def watch_loading(system: RunningSystem) -> None:
     """A bar with bytes, rate and time left, as the cache daemon reports them."""
     columns = (TextColumn("  weights"), BarColumn(40), DownloadColumn(binary_units=True))
-    with Progress(*columns, RateColumn(), TimeRemainingColumn(), console=out) as progress:
-        task = progress.add_task("weights", total=None)
+    with Progress(*columns, TextColumn("{task.fields[pace]}"), console=out) as progress:
+        task = progress.add_task("weights", total=None, pace="")
 
         def look() -> bool:
             system.require_alive()
@@ -117,17 +121,29 @@ def watch_loading(system: RunningSystem) -> None:
             cache = status.group.cache[0] if status and status.group.cache else None
             if cache is None:
                 return False
-            done, total = cache.weights_bytes, cache.weights_bytes
-            if cache.state != "serving" and cache.progress is not None:
-                done, total = cache.progress.bytes_done, cache.progress.bytes_total
-            progress.update(task, completed=done, total=total or None)
+            seen = progress_of(cache)
+            progress.update(
+                task, completed=seen.bytes_done, total=seen.bytes_total or None, pace=pace(seen)
+            )
             return cache.state == "serving"
 
         wait_until(look, "the weights in memory", timeout_s=120)
-    cache = system.admin.status().group.cache[0]
-    if cache.load_s is not None:
-        rate = mib(round(cache.weights_bytes / max(cache.load_s, 1e-6)))
-        out.print(f"  {mib(cache.weights_bytes)} read in {cache.load_s * 1000:.0f} ms, {rate}/s")
+
+
+def progress_of(cache: CacheView) -> ProgressView:
+    """How far the load is; at its end, what it was as a whole."""
+    if cache.state != "serving" and cache.progress is not None:
+        return cache.progress
+    rate = cache.weights_bytes / cache.load_s if cache.load_s else 0.0
+    return ProgressView(cache.weights_bytes, cache.weights_bytes, rate, 0.0)
+
+
+def pace(seen: ProgressView) -> str:
+    """Rate and time left, in words."""
+    if not seen.bytes_per_s:
+        return ""
+    eta = f", {seen.eta_s:.0f} s left" if seen.eta_s is not None else ""
+    return f"{mib(round(seen.bytes_per_s))}/s{eta}"
 
 
 def show_one_copy(system: RunningSystem) -> None:
