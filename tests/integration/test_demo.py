@@ -9,8 +9,13 @@ from chaos.system import ROOT
 def test_the_demo_keeps_every_promise_and_measures_each_phase() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "chaos.demo"],
-        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every promise held" in done.stdout
     for phase in ("detect", "fence", "promote", "verify", "route", "first_token", "total"):
