@@ -121,6 +121,9 @@ def status_view(status: Mapping[str, Any]) -> "Group":
     lines = [Text(head + (f", gateway {', '.join(gateways)}" if gateways else ""))]
     if status.get("paused"):
         lines.append(Text("paused: nothing is started, stopped or promoted", style="yellow"))
+    degraded = supervisor.get("degraded")
+    if isinstance(degraded, Mapping):
+        lines += [Text(f"degraded, {k}: {v}", style="yellow") for k, v in degraded.items()]
     parts: list[Text | Table] = [*lines]
     for group in _items(status, "groups"):
         parts += [Text(), _group_line(group), _engine_table(group)]
@@ -146,6 +149,13 @@ def _group_line(group: Mapping[str, Any]) -> "Text":
     line = Text.assemble((f"{group.get('name', '-')}", "bold"), ": ", (state, _style(state)))
     line.append(f", epoch {group.get('epoch', '-')}, primary {group.get('primary') or 'none'}")
     line.append(f", standby {names or 'none'}")
+    if group.get("blocked"):
+        seconds = _duration(group.get("blocked_for_s"))
+        line.append(f"\n  BLOCKED for {seconds}: a hung primary is left alone until ", "bold red")
+        line.append("'supervisor ack'", "bold red")
+    unkillable = group.get("unkillable")
+    for name in unkillable if isinstance(unkillable, list) else []:
+        line.append(f"\n  {name} cannot be killed: see 'supervisor fence {name}'", "bold red")
     for cache in _items(group, "cache"):
         line.append(f"\n  cache {cache.get('device', '-')}: {_process(cache)}, ")
         line.append(f"weights {_size(cache.get('weights_bytes'))}, ")

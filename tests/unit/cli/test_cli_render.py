@@ -50,6 +50,16 @@ def test_a_paused_supervisor_says_so() -> None:
     assert "nothing is started, stopped or promoted" in shown({**STATUS, "paused": True})
 
 
+def test_what_waits_for_the_operator_is_said_with_the_verb_that_ends_it() -> None:
+    group = {"name": "chat", "state": "blocked", "blocked": True, "blocked_for_s": 61.0,
+             "unkillable": ["chat-a"]}  # fmt: skip
+    supervisor = {"pid": 1, "degraded": {"disk": "No space left on device"}}
+    text = shown({"supervisor": supervisor, "groups": [group]})
+    assert "BLOCKED for 1m 1s: a hung primary is left alone until 'supervisor ack'" in text
+    assert "chat-a cannot be killed: see 'supervisor fence chat-a'" in text
+    assert "degraded, disk: No space left on device" in text
+
+
 def test_an_operation_is_one_sentence_with_its_phases() -> None:
     assert describe_operation(OPERATION) == (
         "switchover chat-b: done, chat-a handed over, epoch 4 "
