@@ -103,6 +103,8 @@ async def _settle_roles(group: "GroupRuntime", outcome: Adoption) -> None:
     )
     if alive:
         group.golden = group.former_golden  # a wrong engine that answers first must not set it
+    if primaries:  # who serves sets the answer where no journal has it
+        await _is_fit(group, primaries[-1])
     fit = await asyncio.gather(*(_is_fit(group, e) for e in there))
     for engine, is_fit in zip(there, fit, strict=True):
         engine.apply(StateEvent.ADOPTED)

@@ -215,6 +215,13 @@ class GatewayFleet:
             listen = self._settings.listen
             self.listener = listen_tcp(listen.host, listen.port)
 
+    def take_listener(self, listener: socket.socket) -> None:
+        """The socket from a living worker; the same one may come from several."""
+        if self.listener is None:
+            self.listener = listener
+        else:
+            listener.close()
+
     def reconcile(self) -> None:
         """Start every worker that is not there and may come back."""
         if self._services.is_stopping or self.listener is None or not self._is_open:

@@ -235,7 +235,7 @@ class SupervisorRuntime:
         await unit.join(timeout_s=timeout_s)
         if isinstance(unit, GatewayUnit):
             if self.fleet.listener is None:
-                self.fleet.listener = await unit.listener()
+                self.fleet.take_listener(await unit.listener())
             self.fleet.adopt(unit)
 
     async def _keep_house(self) -> None:

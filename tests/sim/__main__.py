@@ -2,8 +2,8 @@
 
 import argparse
 import sys
-import time
 
+from tests.sim.campaign import run
 from tests.sim.schedule import draw
 from tests.sim.shrink import report, shrink
 from tests.sim.simulate import simulate
@@ -14,30 +14,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="the first seed")
     parser.add_argument("--schedules", type=int, default=1000, help="how many seeds")
-    parser.add_argument("--keep-going", action="store_true", help="count failures, shrink none")
-    parser.add_argument("--verbose", action="store_true", help="print every history")
+    parser.add_argument("--keep-going", action="store_true", help="count breaches, shrink none")
+    parser.add_argument("--history", action="store_true", help="tell the first seed's history")
     options = parser.parse_args()
-    begun_s = time.monotonic()
-    failures: dict[str, list[int]] = {}
-    virtual_s = promotions = 0.0
-    for seed in range(options.seed, options.seed + options.schedules):
-        outcome = simulate(draw(seed))
-        virtual_s += outcome.virtual_s
-        promotions += outcome.promotions
-        if options.verbose:
-            print("\n".join(outcome.history))
-        for violation in outcome.violations:
-            failures.setdefault(violation, []).append(seed)
-        if outcome.violations and not options.keep_going:
-            print(report(shrink(outcome)))
-            return 1
-    took_s = time.monotonic() - begun_s
-    rate = options.schedules / took_s * 60
-    print(f"{options.schedules} schedules from seed {options.seed} in {took_s:.1f} s: "
-          f"{rate:.0f} a minute, {virtual_s / 3600:.1f} virtual hours, {promotions:.0f} promotions")  # fmt: skip
-    for violation, seeds in sorted(failures.items(), key=lambda item: -len(item[1])):
-        print(f"{len(seeds):5d} x  {violation[:230]}  seeds {seeds[:4]}")
-    return 1 if failures else 0
+    if options.history:
+        print(report(simulate(draw(options.seed))))
+        return 0
+    campaign, last = run(
+        range(options.seed, options.seed + options.schedules),
+        first_seed=options.seed,
+        is_over=lambda _, outcome: bool(outcome.violations) and not options.keep_going,
+    )
+    print(campaign)
+    for violation, seeds in sorted(campaign.failures.items(), key=lambda item: -len(item[1])):
+        print(f"{len(seeds):5d} x  {violation[:300]}  seeds {seeds[:4]}")
+    if campaign.failures and last is not None and not options.keep_going:
+        print(report(shrink(last)))
+    return 1 if campaign.failures else 0
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         """Virtual CLOCK_MONOTONIC."""
         return self.clock.now_ns / _NS
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         """Inline: a thread would bring real time in."""
         future = self.create_future()
         try:

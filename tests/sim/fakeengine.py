@@ -94,7 +94,7 @@ class FakeEngine(Proc):
 
     def _register(self, cache: FakeCache) -> None:
         cache.attached[self.instance] = self
-        self.on_dead.append(lambda: cache.attached.pop(self.instance, None))
+        self.on_dead.append(lambda: cache.forget(self.instance))
         if self.weights is None:
             self.weights = cache.weights
         if not self.kv and not self.spec.private_kv:
@@ -213,7 +213,7 @@ class FakeEngine(Proc):
         return any(w.routes_to(self.instance, self.epoch) for w in workers)
 
     def look(self) -> CpuLook:
-        """Bring the page up to date, as the model thread would have; answers the scheduler's account."""
+        """Bring the page up to date, as the model thread would; answers the scheduler's account."""
         now_ns = self.world.clock.now_ns
         passed_ns, self._looked_ns = now_ns - self._looked_ns, now_ns
         has_work = self.has_work

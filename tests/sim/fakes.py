@@ -229,6 +229,10 @@ class FakeCache(Proc):
             case _:
                 super().handle(verb, params, memories, reply)
 
+    def forget(self, instance: str) -> None:
+        """The connection of an engine has ended."""
+        self.attached.pop(instance, None)
+
     def open_kv(self) -> list[Memory]:
         """The KV extent and the slot table; made when absent."""
         if not self.kv:

@@ -1,10 +1,11 @@
-"""Schedules: what goes wrong when. Drawn from a seed, printable as sentences, applied to a world."""
+"""Schedules: what goes wrong when. Drawn from a seed, printed as sentences, applied to a world."""
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from supervisor.observe.journal import JournalState
 from tests.sim.driver import Keeper
 from tests.sim.fakeengine import FakeEngine
 from tests.sim.shapes import Shape
@@ -64,30 +65,30 @@ def draw(seed: int) -> Schedule:
 def _draw_step(rng: random.Random, shape: Shape, begin_s: float, span_s: float) -> Step:
     at_s = round(begin_s + rng.uniform(0, span_s), 4)
     kind = rng.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))[0]
+    if kind == "trap":
+        return _draw_trap(rng, shape, at_s)
     engines = [*shape.engines, "primary", "primary", "standby"]
     helpers = ["zygote-chat", "gateway-0", *(["cache-chat"] if shape.has_cache else [])]
-    anyone = [*engines, *engines, *helpers]
+    target, amount = "", 0.0
     match kind:
-        case "kill" | "stop" | "slow" | "unkillable" | "doom":
-            target, amount = rng.choice(anyone), round(rng.choice((0.3, 1.0, 3.0)), 2)
-            if kind == "doom":
-                target, amount = rng.choice([*shape.engines, *helpers]), rng.randint(1, 6)
+        case "kill" | "stop" | "slow" | "unkillable":
+            target = rng.choice([*engines, *engines, *helpers])
+            amount = rng.choice((0.3, 1.0, 3.0))
             if kind == "unkillable" and rng.random() < 0.3:
                 amount = _FOREVER
-            return Step(at_s, kind, target, amount)
+        case "doom":
+            target, amount = rng.choice([*shape.engines, *helpers]), rng.randint(1, 6)
         case "hang" | "wrong" | "starve" | "unhealthy":
-            return Step(at_s, kind, rng.choice(engines), rng.choice((0.2, 0.6, 2.0)))
-        case "restart" | "resume" | "promote" | "failover":
-            return Step(at_s, kind, rng.choice(shape.engines))
+            target, amount = rng.choice(engines), rng.choice((0.2, 0.6, 2.0))
+        case "restart" | "resume" | "promote" | "failover" | "attest":
+            target = rng.choice(shape.engines)
         case "evict" | "hold" | "freeze" | "thaw":
-            return Step(at_s, kind, "batch" if shape.has_batch else "b")
-        case "trap":
-            return _draw_trap(rng, shape, at_s)
+            target = "batch" if shape.has_batch else "b"
         case "stall" | "pressure":
-            return Step(at_s, kind, "", rng.choice((0.05, 0.3, 1.0, 5.0)))
-        case "failing_forks" | "failing_loads":
-            return Step(at_s, kind, "", rng.randint(1, 5))
-    return Step(at_s, kind)
+            amount = rng.choice((0.05, 0.3, 1.0, 5.0))
+        case "failing_forks" | "failing_loads" | "refused_starts":
+            amount = rng.randint(1, 5)
+    return Step(at_s, kind, target, amount)
 
 
 def _draw_trap(rng: random.Random, shape: Shape, at_s: float) -> Step:
@@ -101,7 +102,8 @@ def _draw_trap(rng: random.Random, shape: Shape, at_s: float) -> Step:
 _WEIGHTS: Final = {
     "kill": 24, "stop": 10, "hang": 6, "wrong": 3, "slow": 4, "starve": 2, "unhealthy": 2,
     "unkillable": 4, "doom": 3, "crash": 6, "stall": 3, "trap": 12, "pressure": 3,
-    "failing_forks": 2, "failing_loads": 1, "pause": 3, "unpause": 2, "promote": 6, "failover": 4,
+    "failing_forks": 2, "failing_loads": 1, "refused_starts": 2,
+    "attest": 3, "lost_journal": 1, "pause": 3, "unpause": 2, "promote": 6, "failover": 4,
     "evict": 3, "hold": 1, "resume": 3, "freeze": 3, "thaw": 2, "restart": 4, "ack": 1, "wake": 3,
 }  # fmt: skip
 
@@ -119,7 +121,8 @@ class Applier:
             "crash": lambda _: self._keeper.life.kill(),
             "stall": lambda s: self._world.clock.stall(s.amount),
             "pressure": self._pressure, "failing_forks": self._failing_forks,
-            "failing_loads": self._failing_loads,
+            "failing_loads": self._failing_loads, "refused_starts": self._refused_starts,
+            "lost_journal": self._lost_journal,
         }  # fmt: skip
 
     def apply(self, step: Step) -> None:
@@ -219,6 +222,18 @@ class Applier:
     def _failing_loads(self, step: Step) -> None:
         self._world.failing_loads += int(step.amount)
 
+    def _refused_starts(self, step: Step) -> None:
+        self._world.refused_starts += int(step.amount)
+
+    def _lost_journal(self, _: Step) -> None:
+        """The supervisor dies and its state file with it."""
+        self._keeper.life.kill()
+        self._keeper.disk.state = JournalState()
+        engines = [p for p in self._world.living() if isinstance(p, FakeEngine)]
+        if any(e.answers_wrong and e.role == "primary" for e in engines):
+            for engine in engines:
+                engine.is_blemished = "nobody knows the right answer any more"
+
     def _spring(self, step: Step, proc: Proc) -> None:
         self._world.judge.note(f"trap: {step.kind} {step.phase} {step.verb} at {proc}")
         match step.kind:
@@ -258,6 +273,8 @@ class Applier:
                 life.order(f"thaw {to}", commands.thaw(to), to)
             case "restart":
                 life.order(f"restart {to}", commands.restart(to), to)
+            case "attest":
+                life.order(f"fence {to}", commands.fence(to, True), to)
             case "ack":
                 life.order("ack", commands.ack(None))
             case "pause":
@@ -271,12 +288,13 @@ class Applier:
     # ------------------------------------------------------------------ healing
 
     def heal(self, *, wakes: bool) -> None:
-        """No new fault from here on; what is broken stays broken, or (`wakes`) goes on by itself."""
+        """No new fault from here on; what hangs stays so, or (`wakes`) goes on by itself."""
         world = self._world
         world.judge.note("no more faults" + (", everything stopped goes on" if wakes else ""))
         world.traps.clear()
         world.doomed.clear()
-        world.failing_forks = world.failing_loads = world.pressure = 0
+        world.failing_forks = world.failing_loads = world.refused_starts = 0
+        world.pressure = 0
         for proc in world.living():
             proc.slow_s = 0.0
             proc.lose_answers = 0

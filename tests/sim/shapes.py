@@ -29,7 +29,7 @@ class Shape:
 
 @functools.cache
 def topology_of(shape: Shape) -> Topology:
-    """The shape as a checked topology, in a folder of its own that lasts as long as this process."""
+    """The shape as a checked topology, in a folder that lasts as long as this process."""
     engines: list[dict[str, Any]] = [{"name": "a", "role": "primary"}]
     engines += [{"name": n, "role": "standby"} for n in "bc"[: shape.standbys]]
     if shape.has_batch:

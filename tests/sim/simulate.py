@@ -14,11 +14,11 @@ from tests.sim.fakes import FakeCache, FakeGateway
 from tests.sim.schedule import LAST_FAULT_S, Applier, Schedule
 from tests.sim.world import ProcState, World
 
-__all__ = ["Outcome", "simulate"]
+__all__ = ["Outcome", "owned_task", "simulate", "stop_life", "unwind"]
 
 _S = EngineState
 SETTLE_S: Final = 150.0
-"""Bound of recovery after the last fault: deadlines of a start (20 s + 20 s), of a canary, back-off."""
+"""Bound of recovery after the last fault: a start (20 s + 20 s), a canary (30 s), back-off."""
 
 _STEP_S: Final = 0.5
 _STOP_S: Final = 60.0
@@ -42,7 +42,7 @@ def simulate(schedule: Schedule) -> Outcome:
     clock = VirtualTime()
     world = World(schedule.seed, clock)
     loop = SimLoop(clock)
-    loop.set_task_factory(_owned_task)
+    loop.set_task_factory(owned_task)
     objections = Objections(world)
     logger = logging.getLogger("supervisor")
     before = logger.handlers, logger.propagate
@@ -53,7 +53,7 @@ def simulate(schedule: Schedule) -> Outcome:
     except SpinningError as error:
         world.judge.breach(str(error))
     finally:
-        _unwind(loop)
+        unwind(loop)
         logger.handlers, logger.propagate = before
         loop.close()
         world.close()
@@ -64,7 +64,7 @@ def simulate(schedule: Schedule) -> Outcome:
     )  # fmt: skip
 
 
-def _unwind(loop: SimLoop) -> None:
+def unwind(loop: SimLoop) -> None:
     """Nothing of this run may wake up in the next one."""
     for _ in range(5):
         if not (pending := asyncio.all_tasks(loop)):
@@ -75,7 +75,7 @@ def _unwind(loop: SimLoop) -> None:
             loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
 
 
-def _owned_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+def owned_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
     """Every task belongs to the supervisor in whose context it was made."""
     from tests.sim.driver import LIFE
 
@@ -102,7 +102,7 @@ async def _run(world: World, loop: SimLoop, schedule: Schedule) -> None:
     if missing:
         world.judge.breach(f"{SETTLE_S:g} s after the last fault: " + "; ".join(missing))
     await _check_quiet(world, keeper)
-    await _stop(world, keeper)
+    await stop_life(world, keeper)
 
 
 async def _a_supervisor(keeper: Keeper) -> None:
@@ -211,7 +211,7 @@ def _check_counters(world: World, life: Life) -> None:
             )
 
 
-async def _stop(world: World, keeper: Keeper) -> None:
+async def stop_life(world: World, keeper: Keeper) -> None:
     """An orderly stop leaves nothing behind."""
     life = keeper.life
     keeper.is_closing = True

@@ -20,7 +20,7 @@ from tests.sim.clock import SimLoop, VirtualTime
 from tests.sim.driver import Keeper, Objections
 from tests.sim.fakeengine import FakeEngine
 from tests.sim.shapes import Shape
-from tests.sim.simulate import _owned_task, _stop, _unwind
+from tests.sim.simulate import owned_task, stop_life, unwind
 from tests.sim.world import Proc, Trap, World
 
 Body = Callable[["Stage"], Coroutine[Any, Any, None]]
@@ -97,7 +97,7 @@ def play(body: Body, *, shape: Shape | None = None, seed: int = 1) -> World:
     clock = VirtualTime()
     world = World(seed, clock)
     loop = SimLoop(clock)
-    loop.set_task_factory(_owned_task)
+    loop.set_task_factory(owned_task)
     logger = logging.getLogger("supervisor")
     before = logger.handlers, logger.propagate
     logger.handlers, logger.propagate = [Objections(world)], False
@@ -106,7 +106,7 @@ def play(body: Body, *, shape: Shape | None = None, seed: int = 1) -> World:
         stage = Stage(world, Keeper(world, loop, shape or Shape(has_batch=False)))
         await stage.whole()
         await body(stage)
-        await _stop(world, stage.keeper)
+        await stop_life(world, stage.keeper)
 
     try:
         loop.set_exception_handler(lambda _, what: world.judge.breach(f"unhandled: {what}"))
@@ -115,7 +115,7 @@ def play(body: Body, *, shape: Shape | None = None, seed: int = 1) -> World:
         error.add_note("\n".join(world.judge.sentences()))
         raise
     finally:
-        _unwind(loop)
+        unwind(loop)
         logger.handlers, logger.propagate = before
         loop.close()
         world.close()

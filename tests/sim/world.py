@@ -21,7 +21,8 @@ from tests.sim.clock import VirtualTime
 from tests.sim.invariants import Judge
 
 if TYPE_CHECKING:
-    from tests.sim.machine import FakeClient, FakeMachine, FakeWatch
+    from tests.sim.connections import FakeClient, FakeWatch
+    from tests.sim.machine import FakeMachine
 
 __all__ = ["Memory", "Proc", "ProcState", "Reply", "Trap", "World"]
 
@@ -78,6 +79,7 @@ class World:
         self.doomed: dict[str, int] = defaultdict(int)  # unit -> instances that die while starting
         self.failing_forks = 0
         self.failing_loads = 0
+        self.refused_starts = 0  # so often the machine has no room for a process
         self.has_load = True
         self.pressure = 0
         self.source_fd = os.memfd_create("sim")
@@ -205,6 +207,7 @@ class Proc:
         self.connections: list[FakeClient] = []
         self.watches: list[FakeWatch] = []
         self.on_dead: list[Callable[[], None]] = []
+        self.on_reaped: list[Callable[[], None]] = []
         self._deferred: list[Callable[[], None]] = []
         world.births[self.unit] += 1
         self.random = random.Random(f"{world.seed}:{self.unit}:{world.births[self.unit]}")
@@ -236,7 +239,7 @@ class Proc:
         return self.random.uniform(low_s, high_s) + self.slow_s
 
     def later(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Do something after a time, if it still runs then; a stopped process does it once woken."""
+        """Do something after a time, if it lives then; a stopped process does it once woken."""
         self.world.clock.after(delay_s, lambda: self.when_running(call))
 
     def when_running(self, call: Callable[[], None]) -> None:
@@ -298,6 +301,8 @@ class Proc:
     def _tear_down(self) -> None:
         """The kernel has freed everything: end of file on sockets, the parent reaps."""
         self.is_reaped = True
+        for callback in self.on_reaped:
+            callback()
         self.discard()
         for client in tuple(self.connections):
             client.lost()

@@ -1,0 +1,113 @@
+"""Schedules that once broke an invariant, shrunk and named after what must be true instead."""
+
+from typing import Final
+
+from tests.sim.schedule import Schedule, Step
+from tests.sim.shapes import Shape
+
+__all__ = ["SEEDS"]
+
+_PAIR: Final = Shape(has_batch=False)
+_FULL: Final = Shape()
+
+
+def _schedule(seed: int, *steps: Step, shape: Shape = _PAIR, heals: bool = False) -> Schedule:
+    return Schedule(seed, shape, steps, heals)
+
+
+SEEDS: Final[dict[str, Schedule]] = {
+    # ------------------------------------------------------------------ adoption
+    "a_daemon_adopted_empty_is_told_to_load": _schedule(3, Step(0.0434, "crash"), heals=True),
+    "nothing_is_started_or_promoted_before_everything_is_adopted": _schedule(
+        23, Step(2.692, "unkillable", "primary", 3.0), Step(2.9212, "crash")
+    ),
+    "a_death_during_adoption_starts_nothing": _schedule(
+        175, Step(5.7562, "unkillable", "a", 1.0), Step(5.9858, "crash"), shape=_FULL, heals=True
+    ),
+    "a_fork_that_a_dead_supervisor_ordered_is_ended": _schedule(
+        176, Step(3.7591, "hang", "primary", 2.0), Step(4.3032, "stop", "zygote-chat", 3.0),
+        Step(5.1032, "crash"), heals=True,
+    ),
+    "an_adopted_daemon_that_is_silent_is_replaced": _schedule(
+        1019, Step(4.4881, "unkillable", "cache-chat", -1.0), Step(5.8132, "crash")
+    ),
+    "no_worker_is_started_before_adoption_has_ended": _schedule(
+        5850, Step(2.5218, "crash"), Step(2.5412, "unkillable", "gateway-0", 1.0),
+        shape=Shape(workers=2, has_batch=False),
+    ),
+    "an_engine_that_turned_wrong_does_not_set_the_answer": _schedule(
+        339, Step(3.3681, "crash"), Step(3.4963, "wrong", "a", 0.6), shape=_FULL
+    ),
+    "without_a_journal_the_primary_sets_the_answer": _schedule(
+        10844, Step(2.5121, "wrong", "standby", 0.2), Step(2.5357, "lost_journal"), heals=True
+    ),
+    # ----------------------------------------------------------- order and epochs
+    "a_batch_engine_is_cut_off_before_it_is_killed": _schedule(
+        10, Step(2.8044, "restart", "batch"), shape=_FULL
+    ),
+    "an_epoch_is_never_given_out_twice": _schedule(
+        421, Step(9.3727, "slow", "b", 1.0), Step(9.7154, "promote", "b")
+    ),
+    "a_recovery_is_decided_anew_behind_an_operation": _schedule(
+        1383, Step(2.5175, "stall", "", 0.05), Step(2.521, "kill", "primary"),
+        Step(2.5358, "promote", "b"), heals=True,
+    ),
+    "two_who_ask_for_a_fence_share_one": _schedule(
+        2881, Step(6.6141, "stall", "", 5.0), Step(6.9535, "kill", "b"),
+        Step(9.2391, "restart", "b"),
+    ),
+    "the_newest_route_is_always_published": _schedule(
+        305, Step(3.3235, "restart", "batch"), Step(3.4742, "crash"),
+        shape=Shape(standbys=2, has_ladder=True), heals=True,
+    ),
+    # --------------------------------------------------------------------- pause
+    "pause_waits_for_the_switchover_under_way": _schedule(
+        31, Step(2.5116, "promote", "b"), Step(2.5116, "pause"), heals=True
+    ),
+    "a_start_that_fails_while_paused_ends_nothing": _schedule(
+        3377, Step(0.0268, "pause"), Step(0.0534, "kill_on", "", 0.5, "attach", "before")
+    ),
+    # ---------------------------------------------------------------- unkillable
+    "an_unkillable_engine_that_dies_after_all_is_replaced": _schedule(
+        122, Step(2.606, "unkillable", "primary", 3.0), Step(3.2265, "restart", "b"), heals=True
+    ),
+    "an_eviction_that_is_not_proven_leaves_nothing_fencing": _schedule(
+        137, Step(2.5068, "unkillable", "batch", -1.0), Step(2.5202, "hold", "batch"), shape=_FULL
+    ),
+    "a_stop_does_not_wait_for_an_engine_that_cannot_be_killed": _schedule(
+        18, Step(8.017, "unkillable", "primary", -1.0)
+    ),
+    "an_engine_unkillable_at_its_start_is_not_fenced_for_ever": _schedule(
+        68, Step(0.6752, "unkillable", "c", -1.0),
+        shape=Shape(workers=2, standbys=2, has_batch=False, has_cache=False), heals=True,
+    ),
+    "a_new_daemon_is_not_taken_for_the_one_that_cannot_be_killed": _schedule(
+        526, Step(2.5147, "unkillable", "cache-chat", -1.0), heals=True
+    ),
+    "a_daemon_that_cannot_be_killed_at_the_first_start_is_replaced": _schedule(
+        1271, Step(0.0169, "unkillable", "cache-chat", -1.0)
+    ),
+    # ------------------------------------------------------------------- helpers
+    "a_zygote_that_never_answers_is_replaced": _schedule(
+        174, Step(2.5134, "stop", "primary", 1.0),
+        Step(2.5172, "lose_on", "", 0.5, "fork", "before"), Step(2.5274, "kill", "b"),
+        shape=Shape(standbys=2, has_batch=False), heals=True,
+    ),
+    "a_stopped_cache_daemon_is_replaced": _schedule(
+        114, Step(0.3952, "stop_on", "", 0.5, "attach", "after"), shape=_FULL
+    ),
+    "watching_goes_on_when_the_daemon_dies": _schedule(
+        74, Step(4.2667, "unkillable", "cache-chat", 1.0)
+    ),
+    "helpers_are_not_blamed_for_a_stall_of_ours": _schedule(
+        140, Step(2.5028, "stall", "", 5.0), Step(2.5155, "kill", "batch"), shape=_FULL, heals=True
+    ),
+    "two_who_hold_the_memory_leak_nothing": _schedule(269, heals=True),
+    # ------------------------------------------------------------------ commands
+    "a_restart_during_an_eviction_brings_the_engine_back": _schedule(
+        241, Step(2.6384, "hold", "batch"), Step(2.6689, "restart", "batch"), shape=_FULL
+    ),
+    "a_stop_ends_a_fork_that_is_under_way": _schedule(
+        728, Step(0.0464, "failing_loads", "", 5), shape=Shape(standbys=2, has_batch=False)
+    ),
+}  # fmt: skip
