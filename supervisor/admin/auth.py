@@ -2,7 +2,8 @@
 
 Invariants
     1. The token is made anew at every start, lies in `state_dir/admin.token` (0600) and is
-       compared in constant time. It is never logged and never in an event.
+       compared in constant time. It is never logged and never in an event. While the disk takes
+       nothing the last one stays good: a supervisor that comes back must come back then too.
     2. Over TCP the Host header must name a loopback address: a web page whose name was made to
        point at 127.0.0.1 (DNS rebinding) still says its own name there.
     3. A request that says it comes from a web page (Origin) must come from our own.
@@ -10,9 +11,11 @@ Invariants
 
 import hmac
 import ipaddress
+import logging
 import os
 import secrets
 import socket
+import stat
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -27,6 +30,8 @@ from supervisor.process import spare
 
 __all__ = ["TOKEN_FILE", "check_peer", "check_source", "check_token", "make_token"]
 
+log = logging.getLogger(__name__)
+
 TOKEN_FILE: Final = "admin.token"  # noqa: S105 -- a file name
 _TOKEN_BYTES: Final = 32
 
@@ -35,18 +40,33 @@ def make_token(state_dir: Path) -> str:
     """A new token, written to its file before anybody may use it. Blocks.
 
     Raises:
-        StartFailedError: it cannot be written.
+        StartFailedError: it cannot be written, and there is none from before.
     """
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     path = state_dir / TOKEN_FILE
     try:
         replace_file(path, token.encode() + b"\n")
     except OSError as error:
+        if (last := _last_token(path)) is not None:
+            log.warning("the admin token stays the last one: %s", error.strerror)
+            return last
         raise StartFailedError(
             f"the admin token {path} cannot be written: {error.strerror}",
             hint="make room on the disk, or make the state directory writable",
         ) from error
     return token
+
+
+def _last_token(path: Path) -> str | None:
+    """The token of the last start, when its file is whole and nobody else could read it."""
+    try:
+        facts = path.lstat()
+        token = path.read_text("ascii").strip()
+    except (OSError, ValueError):
+        return None
+    is_private = stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid()
+    is_private = is_private and not facts.st_mode & 0o077
+    return token if is_private and len(token) >= _TOKEN_BYTES else None
 
 
 def check_peer(request: web.Request) -> None:

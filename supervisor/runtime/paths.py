@@ -4,6 +4,8 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from supervisor.observe.files import ensure_private_dir
+
 __all__ = ["StatePaths"]
 
 
@@ -15,7 +17,7 @@ class StatePaths:
 
     @property
     def run(self) -> Path:
-        """Sockets and start files of living processes, mode 0700."""
+        """Sockets of living processes, mode 0700."""
         return self.root / "run"
 
     @property
@@ -44,10 +46,13 @@ class StatePaths:
         return self.logs / f"{name}.log"
 
     def make(self) -> None:
-        """Create the folders, each 0700."""
+        """Create the folders, each 0700.
+
+        Raises:
+            ConfigurationError: the state directory cannot be used.
+        """
         for folder in (self.root, self.run, self.logs):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.chmod(0o700)
+            ensure_private_dir(folder)
 
     def forget(self, instance: str) -> None:
         """Remove what a dead instance left in `run`."""

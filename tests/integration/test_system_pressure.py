@@ -168,6 +168,25 @@ def test_a_zygote_and_a_worker_that_die_on_a_full_disk_come_back(
     wait_healthy(system)
 
 
+def test_the_next_supervisor_adopts_on_a_full_disk(small_disk: RunningSystem, load: Load) -> None:
+    system = small_disk
+    roles = ("primary", "standby", "batch", "zygote", "cache", "gateway")
+    before = {role: system.process(role) for role in roles}
+    with full_disk(system):
+
+        def replace_supervisor() -> int:
+            _, moment_ns = system.kill("supervisor")
+            system.wait_supervisor(timeout_s=10)
+            system.spawn_supervisor()
+            return moment_ns
+
+        load.under_fault(system, replace_supervisor, after_tokens=20)
+        system.wait_ready(timeout_s=60)
+        assert {role: system.process(role) for role in roles} == before
+        fail_over(system, load)
+    wait_healthy(system)
+
+
 def test_a_file_size_limit_is_a_disk_that_takes_nothing(system: RunningSystem, load: Load) -> None:
     system.wait_whole()
     size = (system.state_dir / "events.jsonl").stat().st_size
