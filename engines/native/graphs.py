@@ -52,8 +52,14 @@ class StepGraphs:
             return _Results(torch.zeros(rows, vocabulary, device=device))
 
         self._results = {"decode": results(slots), "prefill": results(1)}
-        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        # The memory is kept beside each graph: a graph holds addresses, and its key an identity.
+        self._graphs: dict[_Key, tuple[torch.cuda.CUDAGraph, KvMemoryView]] = {}
         self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def count(self) -> int:
+        """How many are captured."""
+        return len(self._graphs)
 
     def has(self, kind: StepKind, kv: KvMemoryView, attended_tokens: int) -> bool:
         """Whether this step is captured."""
@@ -68,10 +74,7 @@ class StepGraphs:
         rehearse: Callable[[], object],
         step: Callable[[], torch.Tensor],
     ) -> None:
-        """Capture `step`, which gives float32 logits, after one `rehearse`.
-
-        The memory must live as long as the engine: a graph holds addresses, not tensors.
-        """
+        """Capture `step`, which gives float32 logits, after one `rehearse`."""
         results = self._results[kind]
         rehearse()
         torch.cuda.current_stream().synchronize()
@@ -80,12 +83,13 @@ class StepGraphs:
             logits = step()
             results.logits.copy_(logits)
             results.summary.copy_(summarise(logits))
-        self._graphs[_Key(kind, id(kv), attended_tokens)] = graph
+        self._graphs[_Key(kind, id(kv), attended_tokens)] = (graph, kv)
 
     def replay(
         self, kind: StepKind, kv: KvMemoryView, attended_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Order one step; its logits and their summary, in buffers that the next one reuses."""
-        self._graphs[_Key(kind, id(kv), attended_tokens)].replay()
+        graph, _ = self._graphs[_Key(kind, id(kv), attended_tokens)]
+        graph.replay()
         results = self._results[kind]
         return results.logits, results.summary

@@ -206,8 +206,8 @@ class SlotModel:
             with self.first_layers(1):
                 step()
 
-        # The decode step loads kernels of every layer; later ones only need their own plan.
-        rehearsal = step if kind == "decode" else rehearse
+        # The first step loads kernels of every layer; later ones only need their own plan.
+        rehearsal = rehearse if self._graphs.count else step
         self._graphs.capture(kind, kv, attended, rehearse=rehearsal, step=step)
         return True
 
@@ -219,10 +219,9 @@ class SlotModel:
         """
         if self._graphs is None:
             return
-        one_row = torch.zeros(1, self.vocabulary_size, device=self.device.torch_device)
+        logits = self.decode(kv, [])
         for choice in _EVERY_CHOICE:
-            self.decode(kv, []).choose((choice,))
-            DeviceLogits(one_row, self._choosers["prefill"]).choose((choice,))
+            logits.choose((choice,))
 
     # --------------------------------------------------------------- computing
 

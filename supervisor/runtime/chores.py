@@ -29,6 +29,7 @@ _DONOR_S: Final = 2.0
 _ASSUME_S: Final = 5.0
 _ZYGOTE_START_S: Final = 120.0
 _CANARY_S: Final = 30.0
+_FIRST_TOKEN_NS: Final = 1_000_000_000
 _REFUSALS_AT_START: Final = 3  # of the machine, before a first start is given up
 
 
@@ -107,6 +108,7 @@ class GroupChores:
 
     async def start_engine(self, unit: "EngineUnit") -> None:
         """Start an instance and prove it; a failure becomes the verdict DEAD."""
+        await self._let_streams_go_on()
         if self._is_paused or not unit.may_be_spawned:
             return  # decided before a pause or an eviction
         zygote = self._group.zygote if self._group.zygote.is_ready else None
@@ -126,6 +128,26 @@ class GroupChores:
             unit.emit("start_failed", f"{unit.name}: {error}")
             if unit.state is EngineState.STARTING:
                 unit.judge(Verdict.DEAD, str(error))
+
+    async def _let_streams_go_on(self) -> None:
+        """On a GPU, start nothing while streams wait for their first token behind a failover.
+
+        A process that sets itself up on a card holds up all others there: measured on an H200,
+        0.15 s between the route and the first token, and 25 ms instead of 6 to raise the KV arena.
+        """
+        group = self._group
+        if group.load.device == "cpu":
+            return
+
+        def is_over() -> bool:
+            if group.lock.locked():
+                return False
+            operation = group.operations.waiting_for_token(group.name, group.epoch)
+            if operation is None or operation.kind != "failover" or not operation.adopted:
+                return True
+            return group.services.clock.monotonic_ns() - operation.started_ns > _FIRST_TOKEN_NS
+
+        await group.wait_until(is_over, timeout_s=_FIRST_TOKEN_NS / 1e9)
 
     async def prove(self, unit: "EngineUnit", *, timeout_s: float = _CANARY_S) -> bool:
         """Ask the canary; the first engine of the group sets the answer that all must give."""

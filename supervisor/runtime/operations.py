@@ -34,6 +34,7 @@ class OpenOperation:
     text: str = ""
     error: str = ""
     cut_streams: int = 0
+    adopted: int = 0  # slots that the new primary found
     _mark_ns: int = 0
 
     def __post_init__(self) -> None:

@@ -117,6 +117,7 @@ class Recovery:
             unit.judge(Verdict.DEAD, f"did not take over: {error}")
             raise
         operation.epoch = epoch
+        operation.adopted = len(assumed.adopted)
         operation.phase("promote")
         if not unit.is_proven:
             unit.judge(Verdict.DEAD, "answers the canary wrongly")
