@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 import aiohttp
-import httpx
 import openai
 
 from cache.errors import DeadlineExceededError, UnderstudyError
@@ -272,7 +271,7 @@ async def read_openai(
             record.add(chunk.model_dump(), time.monotonic_ns())
             on_chunk()
         record.has_end_mark = True  # the client hides `[DONE]`; it ends at it
-    except (openai.OpenAIError, httpx.HTTPError) as error:
+    except Exception as error:  # noqa: BLE001 -- it lets errors of its transport library through
         record.error = repr(error)
 
 
