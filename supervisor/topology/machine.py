@@ -180,5 +180,13 @@ def _pids_with_sockets(inodes: set[str]) -> Iterator[int]:
     wanted = {f"socket:[{inode}]" for inode in inodes}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-            if any(str(fd.readlink()) in wanted for fd in (process / "fd").iterdir()):
+            if any(_target(fd) in wanted for fd in (process / "fd").iterdir()):
                 yield int(process.name)
+
+
+def _target(descriptor: Path) -> str:
+    """What a descriptor refers to; a busy process may have closed it since it was listed."""
+    try:
+        return str(descriptor.readlink())
+    except FileNotFoundError:
+        return ""

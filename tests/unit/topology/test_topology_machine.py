@@ -106,3 +106,33 @@ def test_a_zombie_is_not_alive() -> None:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert not is_alive(child.pid)
     assert is_alive(os.getpid())
+
+
+BUSY_LISTENER = """
+import os, socket
+low = [os.dup(0) for _ in range(200)]
+server = socket.create_server(("127.0.0.1", 0))
+for fd in low:
+    os.close(fd)
+print(server.getsockname()[1], flush=True)
+while True:
+    for fd in [os.dup(0) for _ in range(200)]:
+        os.close(fd)
+"""
+
+
+def test_a_worker_that_opens_and_closes_all_the_time_is_found_every_time(tmp_path: Path) -> None:
+    """A descriptor that vanished while it was read hid the whole process."""
+    marker = Marker(state_id_of(tmp_path), "gateway-0-0badcafe")
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY_LISTENER],
+        env={"UNDERSTUDY_INSTANCE": marker.value()},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+    ) as worker:
+        assert worker.stdout is not None
+        address = ListenAddress(host="127.0.0.1", port=int(worker.stdout.readline()))
+        try:
+            assert all(LocalMachine().held_by_us(tmp_path, address) for _ in range(10))
+        finally:
+            worker.kill()
