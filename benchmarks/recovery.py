@@ -47,22 +47,26 @@ def main() -> int:
     parser.add_argument("--scenario", action="append", default=[], help="default: all four")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     parser.add_argument("--keep", action="store_true", help="keep the records")
+    parser.add_argument(
+        "--record", action="append", default=[], type=Path, help="use a kept record of this machine"
+    )
     arguments = parser.parse_args()
     rows: list[LatencyRow] = []
+    kept = {History.load(path).meta.scenario: path for path in arguments.record}
     for name in arguments.scenario or SCENARIOS:
+        if name in kept:
+            rows += _rows(kept[name])
+            continue
         directory = Path(tempfile.mkdtemp(prefix=f"understudy-{name}-"))
         try:
             perform(name, load_scenario(name), seed=arguments.seed, directory=directory, tell=_say)
         except UnderstudyError as error:
             _say(f"error: {error.stable_code}: {error}")
             return 1
-        history = History.load(directory)
-        verdict = judge(history)
-        _say(f"{name}: {verdict.sentence()}")
-        if not verdict.is_passed:
-            _say(f"the record is in {directory}")
+        found = _rows(directory)
+        if not found:
             return 1
-        rows += [row for row in latency_rows(history) if not row.what.startswith("warm-up")]
+        rows += found
         if not arguments.keep:
             shutil.rmtree(directory)
     path = write_report(
@@ -75,6 +79,17 @@ def main() -> int:
     )
     _say(f"written: {path}")
     return 0
+
+
+def _rows(directory: Path) -> list[LatencyRow]:
+    """Figures of a record; none when it breaks a promise."""
+    history = History.load(directory)
+    verdict = judge(history)
+    _say(f"{history.meta.scenario}: {verdict.sentence()}")
+    if not verdict.is_passed:
+        _say(f"the record is in {directory}")
+        return []
+    return [row for row in latency_rows(history) if not row.what.startswith("warm-up")]
 
 
 def _say(text: str) -> None:
