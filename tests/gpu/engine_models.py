@@ -1,4 +1,4 @@
-"""Small models of every kind that the native engine runs on a GPU, loaded as an engine loads them."""
+"""Small models of every kind that the native engine runs on a GPU, loaded as engines load them."""
 
 from __future__ import annotations
 
