@@ -53,6 +53,24 @@ class DescriptorReserve:
                 return False
         return True
 
+    def has_room(self, count: int) -> bool:
+        """Whether `count` more can be opened now beside a full reserve.
+
+        Called before a start: a process that we could not watch is better not begun.
+        """
+        if not self.fill():
+            return False
+        probes: list[int] = []
+        try:
+            while len(probes) < count:
+                probes.append(os.eventfd(0, os.EFD_CLOEXEC))
+        except OSError:
+            return False
+        finally:
+            for fd in probes:
+                os.close(fd)
+        return True
+
     def lend(self) -> bool:
         """Free one for whoever opens next; False: there is none."""
         if not self._fds:

@@ -32,6 +32,7 @@ from supervisor.errors import (
     UnderstudyError,
 )
 from supervisor.process import (
+    RESERVE,
     ExitEvidence,
     FenceEvidence,
     FenceNotProvenError,
@@ -53,6 +54,7 @@ _BURIAL_S: Final = 60.0
 _TAIL_BYTES: Final = 4096
 _MAX_SPEC_BYTES: Final = 32 << 10  # half of what a pipe takes without a reader
 _FAR_S: Final = 3600.0  # a deadline that another one comes before
+_START_FDS: Final = 12  # pipe, log, pidfd, two probes, control socket, progress page
 _FORK_FAILED: Final = "fork_failed"
 
 
@@ -215,6 +217,8 @@ class Unit:
         Raises:
             MachineRefusedError: no descriptor, no process, or a disk that takes nothing.
         """
+        if not RESERVE.has_room(_START_FDS):
+            raise self.refused("no file descriptor is left")
         try:
             yield
         except (OSError, SpawnError, ProcessNotReadableError, DescriptorLimitError) as error:

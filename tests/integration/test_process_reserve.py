@@ -111,3 +111,11 @@ def test_what_is_held_uses_it_up_and_then_it_is_an_error(reserve: DescriptorRese
 def test_without_a_reserve_everything_is_as_before() -> None:
     with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
         spare(lambda: os.open(os.devnull, os.O_RDONLY))
+
+
+def test_room_is_what_can_be_opened_beside_the_reserve(reserve: DescriptorReserve) -> None:
+    assert reserve.has_room(12)
+    with no_descriptors():
+        assert not reserve.has_room(1)
+        assert not reserve.is_short
+    assert reserve.has_room(12)
