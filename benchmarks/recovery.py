@@ -23,6 +23,7 @@ from chaos.runner import perform
 from chaos.scenario import load_scenario
 
 SCENARIOS: Final = ("fifty-failovers", "fifty-hangs", "fifty-supervisors", "fifty-daemons")
+_LOADS: Final[dict[str, float]] = {}
 TARGETS: Final = {
     "SIGKILL primary -> next token": "p99 <= 100 ms",
     "SIGKILL primary -> whole again": "<= 1 s",
@@ -69,12 +70,13 @@ def main() -> int:
         rows += found
         if not arguments.keep:
             shutil.rmtree(directory)
+    loads = ", ".join(f"{name} {load:.1f}" for name, load in _LOADS.items())
     path = write_report(
         arguments.out,
         "recovery",
         title="Recovery, fifty times each",
         rows=[Row(r.what, r.rounds, r.spread, TARGETS.get(r.what, "")) for r in rows],
-        text=TEXT,
+        text=f"{TEXT}\n\nLoad average of the machine when each scenario began: {loads}.",
         data=[asdict(row) for row in rows],
     )
     _say(f"written: {path}")
@@ -85,6 +87,7 @@ def _rows(directory: Path) -> list[LatencyRow]:
     """Figures of a record; none when it breaks a promise."""
     history = History.load(directory)
     verdict = judge(history)
+    _LOADS[history.meta.scenario] = history.meta.machine.get("load_average", 0.0)
     _say(f"{history.meta.scenario}: {verdict.sentence()}")
     if not verdict.is_passed:
         _say(f"the record is in {directory}")
