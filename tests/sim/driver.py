@@ -21,12 +21,13 @@ from tests.sim.fakeengine import FakeEngine
 from tests.sim.machine import FakeMachine
 from tests.sim.records import CountingMetrics, EventSink, SimDisk, SimJournal
 from tests.sim.shapes import Shape, topology_of
-from tests.sim.world import World
+from tests.sim.world import ProcState, World
 
 __all__ = ["Keeper", "Life"]
 
 LIFE: contextvars.ContextVar["Life | None"] = contextvars.ContextVar("life", default=None)
 _RESTART_S: Final = 0.3
+_LAG_S: Final = 0.05  # coarser than in the product: half of all callbacks were its ticks
 _FAILED_STARTS: Final = 4
 
 
@@ -52,7 +53,7 @@ class Life:
         topology = topology_of(shape)
         paths = StatePaths(topology.state_dir)
         paths.make()
-        self.lag = LoopLag(clock_ns=world.clock.monotonic_ns)
+        self.lag = LoopLag(interval_s=_LAG_S, clock_ns=world.clock.monotonic_ns)
         self.services = Services(
             topology, paths, "simstate", self.machine, self.events, self.metrics, NullObserver(),
             clock=world.clock, lag=self.lag,
@@ -146,6 +147,10 @@ class Life:
             judge.note(f"operator: {name} -> {answer.state}")
             if name == "pause" and self.services.is_paused:  # and not unpaused meanwhile
                 judge.is_paused = True
+            elif name.startswith("fence "):  # by the operator's word, it can never act again
+                for proc in self.world.living(name.removeprefix("fence ")):
+                    if proc.state is ProcState.KILLED:
+                        judge.rests(proc)
 
 
 class Keeper:

@@ -178,7 +178,9 @@ class Applier:
             self._world.clock.after(step.amount, proc.go_on)
 
     def _wrong(self, step: Step) -> None:
-        if self._keeper.life.group.golden is None:
+        life = self._keeper.life
+        saved = self._keeper.disk.state.canaries.get(life.group.name)
+        if (saved if life.is_gone else life.group.golden) is None:
             return  # the first answer is the right one: nobody could know better
         if isinstance(proc := self._blemish(step), FakeEngine):
             proc.answers_wrong = True
