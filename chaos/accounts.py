@@ -67,6 +67,7 @@ def _counted(events: list[Event]) -> list[tuple[str, dict[str, str], int]]:
         if e.kind == "engine_state"
         and e.event.get("state") == "stopped"
         and e.event.get("was") in ("fencing", "unkillable")
+        and e.event.get("pid", 0) is not None  # a start that was refused had no process
     )
     others = Counter(
         (kind, str(e.event["engine"]))

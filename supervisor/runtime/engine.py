@@ -304,7 +304,6 @@ class EngineUnit(Unit):
         self.apply(StateEvent.FENCE_PROVEN)
         if self.handle is not None:
             self._deaths.died(self.instance, self.services.clock.monotonic())
-        if not self.was_refused:
             self.services.metrics.restart(kind="engine", group=self.group, name=self.name)
         # Without a process nobody died: the fork itself failed, which is the zygote's record.
         was_ours = self.death_was_ours or self.handle is None or self.services.is_stopping
@@ -321,6 +320,7 @@ class EngineUnit(Unit):
         self.apply(StateEvent.HARMLESSNESS_ATTESTED)
         if self.handle is not None:
             self.services.attested[self.instance] = self.handle.process
+            self.services.metrics.restart(kind="engine", group=self.group, name=self.name)
         self.after_death(was_ours=True)
         self.death_was_ours = False
         self._forget()
