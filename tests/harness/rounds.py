@@ -5,7 +5,7 @@ the middle, every text must be the one of an undisturbed run.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from chaos.streams import StreamFleet, StreamRequest, Transport, make_requests
 from chaos.system import RunningSystem
 
 STREAMS = 16
-STREAM_TOKENS = 300
+STREAM_TOKENS = 240
 SPLIT_PAIRS_TOP_K = 5
 """Odd: of the last pair of twins (`near_ties`) one is kept, and rounding says which."""
 
@@ -67,10 +67,13 @@ class Figures:
 
     name: str
     rounds: list[list[Interruption]] = field(default_factory=list)
+    phases_ms: dict[str, list[float]] = field(default_factory=dict)
 
-    def add(self, felt: Sequence[Interruption]) -> None:
-        """Take one round."""
+    def add(self, felt: Sequence[Interruption], phases_ms: Mapping[str, float]) -> None:
+        """Take one round: what clients felt, and the phases that the supervisor measured."""
         self.rounds.append(list(felt))
+        for phase, duration_ms in phases_ms.items():
+            self.phases_ms.setdefault(phase, []).append(duration_ms)
 
     def summary(self) -> dict[str, object]:
         """Spread over all streams of all rounds, in milliseconds."""
@@ -80,12 +83,21 @@ class Figures:
             "rounds": len(self.rounds),
             "next_token_ms": asdict(Spread.of([one.next_token_ms for one in felt])),
             "gap_ms": asdict(Spread.of([one.gap_ms for one in felt])),
+            "phases_ms": {name: asdict(Spread.of(ms)) for name, ms in self.phases_ms.items()},
         }
 
     def write(self, directory: Path) -> str:
-        """Write the JSON file; the text to print."""
-        text = json.dumps(self.summary())
+        """Write the JSON file; the lines to print."""
         rounds = [[asdict(one) for one in round_] for round_ in self.rounds]
         whole = json.dumps({**self.summary(), "samples": rounds}, indent=1)
         (directory / f"{self.name}.json").write_text(whole, "utf-8")
-        return text
+        felt = [one for round_ in self.rounds for one in round_]
+        spreads = {
+            "next token": Spread.of([one.next_token_ms for one in felt]),
+            "gap": Spread.of([one.gap_ms for one in felt]),
+            **{name: Spread.of(ms) for name, ms in self.phases_ms.items()},
+        }
+        return "\n".join(
+            f"{self.name}: {name:12} p50 {s.p50:7.1f} ms, p99 {s.p99:7.1f}, worst {s.worst:7.1f}"
+            for name, s in spreads.items()
+        )

@@ -38,7 +38,7 @@ def test_roles_change_hands_and_the_streams_go_on_exactly(
     assert after.epoch == before.epoch + 1
     assert after.primary == before.standby[0]
     assert {engine.name: engine.pid for engine in after.engines} == pids
-    figures.add(felt)
+    figures.add(felt, system.admin.history()[-1].phases_ms)
     assert Spread.of([one.gap_ms for one in felt]).worst < 2000
 
 
