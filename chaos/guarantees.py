@@ -351,7 +351,10 @@ def _stop_ns(history: History) -> int:
 
 
 def restarts_back_off(history: History) -> list[str]:
-    """The second young death in a row waits longer than the first, and so on."""
+    """The second young death in a row waits longer than the first, and so on.
+
+    One that had served as primary is started again at once, for the first few times.
+    """
     stable_s = float(str(parse_duration(str(history.meta.system.get("stable_after", "1s")))))
     longest_s = Failover().max_backoff
     by_name: dict[str, list[Process]] = {}
@@ -364,9 +367,21 @@ def restarts_back_off(history: History) -> list[str]:
         young = 0
         for before, after in itertools.pairwise(lives):
             lived_s = (before.dead_ns - before.seen_ns) / 1e9
-            young = young + 1 if before.dead_ns and lived_s < stable_s - _BACKOFF_SLACK_S else 0
+            is_young = before.dead_ns and lived_s < stable_s - _BACKOFF_SLACK_S
+            if is_young and _has_served(history, before):
+                continue
+            young = young + 1 if is_young else 0
             wanted_s = min(longest_s, FIRST_BACKOFF_S * 2 ** (young - 1)) if young else 0.0
             waited_s = (after.seen_ns - before.dead_ns) / 1e9
             if waited_s < wanted_s - _BACKOFF_SLACK_S:
                 found.append(f"{name} came back after {waited_s:.2f} s, {wanted_s:.2f} s were due")
     return found
+
+
+def _has_served(history: History, process: Process) -> bool:
+    """Whether it was promoted in its life."""
+    name = process.instance.rpartition("-")[0]
+    return any(
+        e.event.get("engine") == name and process.seen_ns <= e.at_ns <= process.dead_ns
+        for e in history.events("promoted")
+    )

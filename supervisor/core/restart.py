@@ -2,6 +2,8 @@
 
 Lived long: start again at once. Died young: wait, twice as long each time. Died young too often in
 a row: give up, and say so. Deaths that we caused (eviction, restart on request) do not count.
+What has served as primary proved that it works: it is never given up, whatever kills it again and
+again; only the pauses grow, from the fourth such death in a row on.
 A start that the machine refused (no descriptor, no room for a process, a full disk) says nothing
 about the program: it is tried again for ever, with pauses.
 """
@@ -12,6 +14,9 @@ from typing import Final
 __all__ = ["FIRST_BACKOFF_S", "LONGEST_TROUBLE_S", "RestartPolicy", "RestartRecord"]
 
 FIRST_BACKOFF_S: Final = 0.25
+
+FREE_SERVED_DEATHS: Final = 3
+"""Young deaths in a row of one that had served, before there are pauses."""
 
 LONGEST_TROUBLE_S: Final = 4.0
 """Between two attempts while the machine refuses; short, because redundancy is missing."""
@@ -31,25 +36,39 @@ class RestartRecord:
     """What has happened so far."""
 
     restarts: int = 0
-    young_deaths: int = 0  # in a row
+    young_deaths: int = 0  # in a row, before it served
+    served_deaths: int = 0  # in a row, young too, after it had served
     not_before_s: float = 0.0  # monotonic
     has_given_up: bool = False
     troubles: int = 0  # starts in a row that the machine refused
 
     def after_death(
-        self, policy: RestartPolicy, *, lived_s: float, now_s: float, was_ours: bool
+        self,
+        policy: RestartPolicy,
+        *,
+        lived_s: float,
+        now_s: float,
+        was_ours: bool,
+        has_served: bool = False,
     ) -> "RestartRecord":
         """The record after one more death, at `now_s`, of a process that lived `lived_s`."""
         if was_ours:
             return replace(self, restarts=self.restarts + 1, not_before_s=now_s)
         if lived_s >= policy.stable_after_s:
             return RestartRecord(restarts=self.restarts + 1, not_before_s=now_s)
-        young = self.young_deaths + 1
-        delay_s = min(policy.max_backoff_s, FIRST_BACKOFF_S * 2 ** (young - 1))
+        young, served = self.young_deaths, self.served_deaths
+        if has_served:
+            served += 1
+            doublings = served - FREE_SERVED_DEATHS - 1
+        else:
+            young += 1
+            doublings = young - 1
+        delay_s = FIRST_BACKOFF_S * 2 ** min(doublings, 20) if doublings >= 0 else 0.0
         return RestartRecord(
             restarts=self.restarts + 1,
             young_deaths=young,
-            not_before_s=now_s + delay_s,
+            served_deaths=served,
+            not_before_s=now_s + min(policy.max_backoff_s, delay_s),
             has_given_up=young >= policy.max_young_deaths,
         )
 

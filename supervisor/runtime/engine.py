@@ -102,6 +102,7 @@ class EngineUnit(Unit):
             old, event, facts or Facts(), engine=self.name, story="; ".join(self._story)
         )
         self._story.append(f"{old} --{event}--> {self.state}")
+        self.has_served = self.has_served or event is StateEvent.PRIMARY_CONFIRMED
         self.services.metrics.set_engine(self.group, self.name, self.state, self.verdict)
         self.emit("engine_state", f"{self.name} is {self.state}", state=self.state, was=old,
                   instance=self.instance, pid=self.pid)  # fmt: skip

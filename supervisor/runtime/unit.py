@@ -101,6 +101,7 @@ class Unit:
         self.trouble = ""  # why the machine refused the last start
         self.was_refused = False  # the start of the current instance
         self.has_come_up = True  # what was there before us has; what we start will say so
+        self.has_served = False  # the current instance, as primary
         self.last_alive_ns: int | None = None  # the last look before the death was seen
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_change = on_change
@@ -157,7 +158,7 @@ class Unit:
         """Name the next instance; forget everything about the last one."""
         self.release()
         self.instance = f"{self.name}-{secrets.token_hex(4)}"
-        self.is_lost = self.was_refused = self.has_come_up = False
+        self.is_lost = self.was_refused = self.has_come_up = self.has_served = False
         self.died = asyncio.get_running_loop().create_future()
         self.started_s = self.services.clock.monotonic()
         self.started_ns = self._now_ns()
@@ -355,8 +356,9 @@ class Unit:
             self.refused(trouble)  # it could not even make its sockets, perhaps
         if not self.was_refused:
             self.record = self.record.after_death(
-                self.policy, lived_s=lived_s, now_s=now_s, was_ours=was_ours
-            )
+                self.policy, lived_s=lived_s, now_s=now_s, was_ours=was_ours,
+                has_served=self.has_served,
+            )  # fmt: skip
         self.release()
 
     def release(self) -> None:

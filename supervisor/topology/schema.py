@@ -293,7 +293,8 @@ class Failover(_Model):
     max_backoff: Seconds = 30.0
     """Longest pause before an engine that keeps dying young is tried again."""
     max_young_deaths: Annotated[Count, Field(ge=1)] = 5
-    """So many deaths in a row before `stable_after`: FATAL, until the operator restarts it."""
+    """So many deaths in a row before `stable_after`: FATAL, until the operator restarts it. Deaths
+    of a primary do not count."""
     adopt_grace: Seconds = 10.0
     """How long an adopted slot waits for its gateway before it is freed."""
 

@@ -20,6 +20,26 @@ def test_young_deaths_double_the_delay_up_to_the_bound_and_end() -> None:
     assert record.has_given_up
 
 
+def test_what_has_served_is_never_given_up_and_its_pauses_begin_late() -> None:
+    record, delays = RestartRecord(), []
+    for _ in range(20):
+        record = record.after_death(POLICY, lived_s=0.1, now_s=0.0, was_ours=False, has_served=True)
+        delays.append(record.not_before_s)
+    assert delays[:6] == [0.0, 0.0, 0.0, FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S, 1.0]
+    assert max(delays) == 1.0
+    assert not record.has_given_up
+    assert record.young_deaths == 0
+
+
+def test_deaths_before_service_count_whatever_lies_between_them() -> None:
+    record = RestartRecord()
+    for has_served in (False, True, False, True, False, False):
+        record = record.after_death(
+            POLICY, lived_s=0.1, now_s=0.0, was_ours=False, has_served=has_served
+        )
+    assert record.has_given_up
+
+
 def test_a_long_life_clears_the_record() -> None:
     record = RestartRecord().after_death(POLICY, lived_s=0.1, now_s=0.0, was_ours=False)
     record = record.after_death(POLICY, lived_s=9.0, now_s=9.0, was_ours=False)
