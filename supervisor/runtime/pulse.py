@@ -8,6 +8,7 @@ lives and is of no use. What follows is decided elsewhere; here nothing is signa
 from collections.abc import Callable
 from typing import Final
 
+from supervisor.core.verdict import STARVED_SHARE
 from supervisor.errors import ConnectionClosedError, DeadlineExceededError, RemoteError
 from supervisor.runtime.unit import Unit
 
@@ -24,7 +25,7 @@ class Pulse:
     """The pulse of one unit. `is_starting` tells when it has a deadline of its own.
 
     Counted in questions without an answer, not in time: a supervisor that was stalled itself has
-    asked nothing meanwhile.
+    asked nothing meanwhile. One that waited for a CPU most of the time is starved, and not silent.
     """
 
     def __init__(self, unit: Unit, verb: str, *, is_starting: Callable[[], bool]) -> None:
@@ -34,27 +35,45 @@ class Pulse:
         self._instance = ""
         self._unanswered = 0
         self._stopped_looks = 0
+        self._answered_ns = 0
+        self._delay_ns = 0  # at that time, on run queues
 
     @property
     def is_silent(self) -> bool:
         """Whether the unit lives and does not answer."""
         if not self._unit.is_alive or self._unit.instance != self._instance:
             return False
-        return self._unanswered >= UNANSWERED or self._stopped_looks >= _STOPPED_LOOKS
+        if self._stopped_looks >= _STOPPED_LOOKS:
+            return True
+        return self._unanswered >= UNANSWERED and not self._is_starved()
+
+    def _is_starved(self) -> bool:
+        services, pid = self._unit.services, self._unit.pid
+        if pid is None or self._unit.client is None:
+            return False
+        delayed_ns = services.machine.cpu(pid).run_delay_ns - self._delay_ns
+        return delayed_ns > STARVED_SHARE * (services.clock.monotonic_ns() - self._answered_ns)
 
     async def beat(self) -> None:
         """Ask once; takes at most `BEAT_S`. To be called once in that time."""
         unit = self._unit
         if unit.instance != self._instance:
             self._instance = unit.instance
-            self._unanswered = self._stopped_looks = 0
+            self._stopped_looks = 0
+            self._note_answer()
         if not unit.is_alive:
             return
         self._stopped_looks = self._stopped_looks + 1 if unit.is_stopped_by_signal else 0
         if self._is_starting() or await self._answers():
-            self._unanswered = 0
+            self._note_answer()
         elif unit.instance == self._instance:
             self._unanswered += 1
+
+    def _note_answer(self) -> None:
+        services, pid = self._unit.services, self._unit.pid
+        self._unanswered = 0
+        self._answered_ns = services.clock.monotonic_ns()
+        self._delay_ns = services.machine.cpu(pid).run_delay_ns if pid is not None else 0
 
     async def _answers(self) -> bool:
         try:

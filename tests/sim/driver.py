@@ -28,7 +28,7 @@ __all__ = ["Keeper", "Life"]
 LIFE: contextvars.ContextVar["Life | None"] = contextvars.ContextVar("life", default=None)
 _RESTART_S: Final = 0.3
 _LAG_S: Final = 0.05  # coarser than in the product: half of all callbacks were its ticks
-_FAILED_STARTS: Final = 4
+_FAILED_STARTS: Final = 30
 
 
 class Life:

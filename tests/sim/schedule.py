@@ -78,7 +78,9 @@ def _draw_step(rng: random.Random, shape: Shape, begin_s: float, span_s: float) 
                 amount = _FOREVER
         case "doom":
             target, amount = rng.choice([*shape.engines, *helpers]), rng.randint(1, 6)
-        case "hang" | "wrong" | "starve" | "unhealthy":
+        case "starve":
+            target, amount = rng.choice([*engines, *helpers]), rng.choice((0.2, 0.6, 2.0))
+        case "hang" | "wrong" | "unhealthy":
             target, amount = rng.choice(engines), rng.choice((0.2, 0.6, 2.0))
         case "restart" | "resume" | "promote" | "failover" | "attest":
             target = rng.choice(shape.engines)
@@ -176,6 +178,16 @@ class Applier:
         if isinstance(proc, FakeEngine):
             proc.is_starved = True
             self._world.clock.after(step.amount, proc.go_on)
+        elif proc is not None:
+            self._starve_helper(proc, 4 * step.amount)
+
+    def _starve_helper(self, proc: Proc, length_s: float) -> None:
+        proc.starved_since_ns, proc.slow_s = self._world.clock.now_ns, 1.5
+
+        def recover() -> None:
+            proc.starved_since_ns, proc.slow_s = None, 0.0
+
+        self._world.clock.after(length_s, recover)
 
     def _wrong(self, step: Step) -> None:
         life = self._keeper.life
@@ -233,8 +245,8 @@ class Applier:
         self._keeper.disk.state = JournalState()
         engines = [p for p in self._world.living() if isinstance(p, FakeEngine)]
         if any(e.answers_wrong and e.role == "primary" for e in engines):
-            for engine in engines:
-                engine.is_blemished = "nobody knows the right answer any more"
+            # Nobody knows the right answer any more: whoever differs from the primary goes.
+            self._world.judge.operator_touched.update(e.unit for e in engines)
 
     def _spring(self, step: Step, proc: Proc) -> None:
         self._world.judge.note(f"trap: {step.kind} {step.phase} {step.verb} at {proc}")

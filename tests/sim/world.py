@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.contract import EngineSpec
 from supervisor.process import ProcessId, own_boot_id
+from supervisor.runtime.machine import CpuLook
 from tests.sim.clock import VirtualTime
 from tests.sim.invariants import Judge
 
@@ -203,6 +204,7 @@ class Proc:
         self.is_blemished = ""  # the fault that touched it: a supervisor may end it now
         self.evidence_delay_s: float | None = None  # unkillable for so long
         self.slow_s = 0.0
+        self.starved_since_ns: int | None = None  # waits for a CPU since then
         self.lose_answers = 0  # so many requests are read and never answered
         self.connections: list[FakeClient] = []
         self.watches: list[FakeWatch] = []
@@ -252,6 +254,12 @@ class Proc:
     def listen(self, path: str) -> None:
         """Bind the control socket."""
         self.world.sockets[path] = self
+
+    def look(self) -> CpuLook:
+        """The scheduler's account."""
+        since_ns = self.starved_since_ns
+        delay_ns = self.world.clock.now_ns - since_ns if since_ns is not None else 0
+        return CpuLook(0, delay_ns, is_runnable=since_ns is not None)
 
     # ------------------------------------------------------------------ signals
 
