@@ -130,6 +130,7 @@ class _Timeline:
         """Draw it."""
         self._axis()
         self._primaries()
+        self._phases()
         self._processes()
         self._states()
         self._streams()
@@ -176,6 +177,20 @@ class _Timeline:
             colour = colours.setdefault(reign.engine, _COLOURS[len(colours) % len(_COLOURS)])
             title = f"{reign.engine} pid {reign.pid} epoch {reign.epoch}"
             self._box(y, (reign.from_ns, reign.until_ns), colour, title, f"e{reign.epoch}")
+
+    def _phases(self) -> None:
+        """Each phase of each takeover, as the supervisor measured it, back from its completion."""
+        y = self._lane("phases")
+        for event in self._history.events("failover_completed", "switchover_completed"):
+            phases = {k: float(v) for k, v in dict(event.event.get("phases_ms", {})).items()}
+            end_ns = event.at_ns
+            for index, (name, ms) in reversed(list(enumerate(phases.items()))):
+                if name in {"total", "first_token"}:
+                    continue
+                span = (end_ns - round(ms * 1e6), end_ns)
+                title = f"{name} {ms:.1f} ms: {event.event.get('text')}"
+                self._box(y, span, _COLOURS[index % len(_COLOURS)], title)
+                end_ns = span[0]
 
     def _processes(self) -> None:
         names = sorted({p.instance.rpartition("-")[0] for p in self._history.all(Process)})
