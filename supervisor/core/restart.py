@@ -3,7 +3,7 @@
 Lived long: start again at once. Died young: wait, twice as long each time. Died young too often in
 a row: give up, and say so. Deaths that we caused (eviction, restart on request) do not count.
 What has served as primary proved that it works: it is never given up, whatever kills it again and
-again; only the pauses grow, from the fourth such death in a row on.
+again; there are only short pauses, from the fourth such death in a row on.
 A start that the machine refused (no descriptor, no room for a process, a full disk) says nothing
 about the program: it is tried again for ever, with pauses.
 """
@@ -11,12 +11,21 @@ about the program: it is tried again for ever, with pauses.
 from dataclasses import dataclass, replace
 from typing import Final
 
-__all__ = ["FIRST_BACKOFF_S", "LONGEST_TROUBLE_S", "RestartPolicy", "RestartRecord"]
+__all__ = [
+    "FIRST_BACKOFF_S",
+    "LONGEST_SERVED_S",
+    "LONGEST_TROUBLE_S",
+    "RestartPolicy",
+    "RestartRecord",
+]
 
 FIRST_BACKOFF_S: Final = 0.25
 
 FREE_SERVED_DEATHS: Final = 3
 """Young deaths in a row of one that had served, before there are pauses."""
+
+LONGEST_SERVED_S: Final = 1.0
+"""Between two starts of one that had served: it works, and redundancy is missing."""
 
 LONGEST_TROUBLE_S: Final = 4.0
 """Between two attempts while the machine refuses; short, because redundancy is missing."""
@@ -56,10 +65,11 @@ class RestartRecord:
             return replace(self, restarts=self.restarts + 1, not_before_s=now_s)
         if lived_s >= policy.stable_after_s:
             return RestartRecord(restarts=self.restarts + 1, not_before_s=now_s)
-        young, served = self.young_deaths, self.served_deaths
+        young, served, longest_s = self.young_deaths, self.served_deaths, policy.max_backoff_s
         if has_served:
             served += 1
             doublings = served - FREE_SERVED_DEATHS - 1
+            longest_s = min(longest_s, LONGEST_SERVED_S)
         else:
             young += 1
             doublings = young - 1
@@ -68,7 +78,7 @@ class RestartRecord:
             restarts=self.restarts + 1,
             young_deaths=young,
             served_deaths=served,
-            not_before_s=now_s + min(policy.max_backoff_s, delay_s),
+            not_before_s=now_s + min(longest_s, delay_s),
             has_given_up=young >= policy.max_young_deaths,
         )
 
