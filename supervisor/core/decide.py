@@ -7,7 +7,8 @@ Invariants
        serving engine is left that is not proven dead.
     3. Recovery actions run in order and stop at the first that fails; chores are independent of
        one another and of recovery, and nothing slow is ever a recovery action.
-    4. A dead primary is always replaced. A judgement (HUNG) is limited by intensity, then BLOCKED.
+    4. A dead primary is always replaced. A judgement (HUNG, or a wrong answer to the canary) is
+       limited by intensity, then BLOCKED.
     5. While paused: no signal, no start, no promotion.
 """
 
@@ -223,18 +224,20 @@ def _recovery(snap: GroupSnapshot) -> tuple[tuple[RecoveryAction, ...], str]:
     old = snap.primary
     candidate = _candidate(snap)
     if old is not None:
-        if old.verdict not in _BAD:
+        if old.verdict not in _BAD and old.is_proven:
             return (), ""
-        if old.verdict is Verdict.HUNG and (snap.is_judging_blocked or candidate is None):
-            # A hung primary without a successor is left alone: killing it cannot help a stream.
+        is_judgement = old.verdict is not Verdict.DEAD
+        if is_judgement and (snap.is_judging_blocked or candidate is None):
+            # Without a successor it is left alone: killing it cannot help a stream.
             return (), ""
+        what = f"is {old.verdict}" if old.verdict in _BAD else "answers wrongly"
         fence: tuple[RecoveryAction, ...] = (CutRoute(), Fence(old.name))
         if candidate is None:
-            return fence, f"{old.name} is {old.verdict}, there is no standby to promote"
+            return fence, f"{old.name} {what}, there is no standby to promote"
         promote = Promote(candidate.name, snap.epoch + 1)
         return (
             (*fence, promote, PublishRoute()),
-            f"{old.name} is {old.verdict}, promoting {candidate.name}",
+            f"{old.name} {what}, promoting {candidate.name}",
         )
     if candidate is None or _someone_may_act(snap):
         return (), ""

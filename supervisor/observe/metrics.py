@@ -44,7 +44,7 @@ DURATION_BUCKETS_S: Final = (
 """The targets (100 ms, 200 ms, 600 ms, 1 s) are bounds, so that they can be read off exactly."""
 
 FAILOVER_PHASES: Final = ("detect", "fence", "promote", "verify", "route", "first_token", "total")
-FAILOVER_CAUSES: Final = ("dead", "hung", "forced")
+FAILOVER_CAUSES: Final = ("dead", "hung", "wrong", "forced")
 OUTCOMES: Final = ("done", "failed", "refused")
 BATCH_ACTIONS: Final = ("freeze", "thaw", "evict", "resume")
 ENGINE_STATES: Final = (
@@ -84,7 +84,7 @@ class Metrics:
     # ------------------------------------------------------------- recoveries
 
     def failover(self, group: str, cause: str, outcome: str, phases_s: Mapping[str, float]) -> None:
-        """A failover ended: `cause` dead, hung or forced; `outcome` done, failed or refused."""
+        """A failover ended: `cause` dead, hung, wrong, forced; `outcome` done, failed, refused."""
         self._failovers.labels(group, cause, outcome).inc()
         for phase, seconds in phases_s.items():
             self.failover_phase(group, phase, seconds)

@@ -81,6 +81,9 @@ class Recovery:
         if old.verdict is Verdict.HUNG:
             self._group.judged_failovers.append(now_ns / 1e9)
             return "hung", old.quiet_since_ns or now_ns
+        if old.verdict is not Verdict.DEAD:
+            self._group.judged_failovers.append(now_ns / 1e9)
+            return "wrong", now_ns
         return "dead", old.last_alive_ns or now_ns
 
     async def _perform(self, action: RecoveryAction, operation: OpenOperation) -> None:

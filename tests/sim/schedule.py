@@ -53,6 +53,7 @@ def draw(seed: int) -> Schedule:
         has_batch=rng.random() < 0.7,
         has_ladder=rng.random() < 0.3,
         has_cache=rng.random() < 0.85,
+        has_load=rng.random() < 0.85,
     )
     begin_s = rng.choice((0.0, 2.5, 2.5, 2.5))  # some faults hit the very first start
     span_s = rng.choice((0.05, 1.0, 4.0, LAST_FAULT_S - begin_s))

@@ -20,6 +20,7 @@ class Shape:
     has_batch: bool = True
     has_ladder: bool = False
     has_cache: bool = True
+    has_load: bool = True
 
     @property
     def engines(self) -> list[str]:

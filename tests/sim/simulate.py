@@ -10,6 +10,7 @@ from typing import Any, Final
 from supervisor.core.states import EngineState
 from tests.sim.clock import SimLoop, SpinningError, VirtualTime
 from tests.sim.driver import Keeper, Life, Objections
+from tests.sim.fakeengine import FakeEngine
 from tests.sim.fakes import FakeCache, FakeGateway
 from tests.sim.schedule import LAST_FAULT_S, Applier, Schedule
 from tests.sim.world import ProcState, World
@@ -88,6 +89,7 @@ def owned_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> as
 
 
 async def _run(world: World, loop: SimLoop, schedule: Schedule) -> None:
+    world.has_load = schedule.shape.has_load
     keeper = Keeper(world, loop, schedule.shape)
     if schedule.shape.has_ladder:
         world.judge.operator_touched.add("batch")
@@ -147,6 +149,11 @@ def _missing(world: World, life: Life) -> Iterator[str]:
         yield "there is no primary"
     if _S.FATAL not in states.values() and not stuck and group.state != "redundant":
         yield f"the group is {group.state}"
+    serves = world.find(group.primary.name) if group.primary is not None else None
+    has_choice = bool(group.standbys) and not group.is_judging_blocked()
+    is_wrong = isinstance(serves, FakeEngine) and serves.answers_wrong
+    if is_wrong and has_choice and not world.has_load:  # under load its canary is skipped
+        yield f"{serves} serves and answers wrongly"
     owned = {u.instance for u in runtime.units() if u.handle is not None}
     for proc in world.living():
         if proc.instance not in owned and proc.evidence_delay_s is None:

@@ -73,6 +73,15 @@ def test_a_hung_primary_without_standby_is_left_alone() -> None:
     assert decide(with_verdict(group(b=S.STOPPED), "a", Verdict.HUNG)).recovery == ()
 
 
+def test_a_primary_that_answers_wrongly_is_replaced_while_intensity_allows_it() -> None:
+    snap = group()
+    wrong = replace(snap, engines=(replace(snap.engines[0], is_proven=False), *snap.engines[1:]))
+    decision = decide(wrong)
+    assert decision.recovery == (CutRoute(), Fence("a"), Promote("b", 4), PublishRoute())
+    assert decision.sentence == "a answers wrongly, promoting b"
+    assert decide(replace(wrong, is_judging_blocked=True)).recovery == ()
+
+
 def test_blocked_does_not_stop_the_replacement_of_a_dead_primary() -> None:
     dead = with_verdict(group(), "a", Verdict.DEAD)
     assert Promote("b", 4) in decide(replace(dead, is_judging_blocked=True)).recovery
