@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from chaos.guarantees import next_token_ms, whole_after_s
+from chaos.guarantees import next_fault_ns, next_token_ms, whole_after_s
 from chaos.history import Command, Fault, History, Stream
 from chaos.judge import Spread
 
@@ -50,7 +50,7 @@ def _by_label(history: History) -> dict[str, list[Fault]]:
 
 def _felt(history: History, fault: Fault) -> Iterator[float]:
     for stream in history.all(Stream):
-        took_ms = next_token_ms(stream, fault.at_ns)
+        took_ms = next_token_ms(stream, fault.at_ns, next_fault_ns(history, fault))
         if took_ms is not None and not stream.error:
             yield took_ms
 

@@ -26,6 +26,7 @@ __all__ = [
     "Reign",
     "expectations_were_met",
     "fenced_before_promoted",
+    "next_fault_ns",
     "next_token_ms",
     "next_token_within_bound",
     "no_two_primaries_at_once",
@@ -235,10 +236,11 @@ def _difference(text: str, wanted: str) -> str:
     )
 
 
-def next_token_ms(stream: Stream, at_ns: int) -> float | None:
+def next_token_ms(stream: Stream, at_ns: int, next_fault_ns: int | None = None) -> float | None:
     """From a fault to the first token behind the longest gap around it; None: nothing was due.
 
-    A stream that has got nothing yet may be waiting for a slot, fault or no fault: not counted.
+    A stream that has got nothing yet may be waiting for a slot, fault or no fault: not counted. A
+    pause that began behind this fault and was struck by the next one is the next one's.
     """
     arrivals = stream.arrivals_ns
     if not stream.was_open_at(at_ns) or not arrivals or arrivals[0] > at_ns:
@@ -246,9 +248,16 @@ def next_token_ms(stream: Stream, at_ns: int) -> float | None:
     gaps = [
         (after - before, after)
         for before, after in itertools.pairwise(arrivals)
-        if after > at_ns and before <= at_ns + _UNDER_WAY_NS
+        if after > at_ns
+        and before <= at_ns + _UNDER_WAY_NS
+        and not (next_fault_ns is not None and at_ns < before <= next_fault_ns < after)
     ]
     return (max(gaps)[1] - at_ns) / 1e6 if gaps else None
+
+
+def next_fault_ns(history: History, fault: Fault) -> int | None:
+    """When the next fault struck; None behind the last."""
+    return min((f.at_ns for f in history.all(Fault) if f.at_ns > fault.at_ns), default=None)
 
 
 def next_token_within_bound(history: History) -> list[str]:
@@ -259,7 +268,7 @@ def next_token_within_bound(history: History) -> list[str]:
         if bound_s is None:
             continue
         for stream in history.all(Stream):
-            took_ms = next_token_ms(stream, fault.at_ns)
+            took_ms = next_token_ms(stream, fault.at_ns, next_fault_ns(history, fault))
             if took_ms is not None and took_ms > bound_s * 1000:
                 found.append(f"{fault.label}: {stream.name} waited {took_ms:.0f} ms")
     return found

@@ -6,61 +6,47 @@ end there, but stock is still taken and the system stopped: a record is always c
 """
 
 import contextlib
-import datetime
-import json
-import os
 import random
-import re
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from cache.errors import DeadlineExceededError, UnderstudyError
 from chaos.client import StatusView, wait_until
+from chaos.expecting import Expecting
 from chaos.faults import Role as TargetRole
 from chaos.faults import is_gone
 from chaos.history import (
     FILE_NAME,
     Command,
     End,
-    Event,
     Expectation,
     Fault,
-    Held,
     Leftover,
     Meta,
-    Metrics,
     Recorder,
     Reference,
-    Role,
     Target,
-    to_monotonic_ns,
 )
 from chaos.load import LoadProfile, OpenLoad
 from chaos.machine import this_machine
 from chaos.near_ties import make_near_tie_model
 from chaos.requests import make_pool
 from chaos.scenario import CommandStep, Expect, FaultStep, Scenario, Step, Storm, Wait
+from chaos.stock import EventTail, Stock
 from chaos.streams import StreamFleet, StreamRequest
 from chaos.system import DEMO_MODEL, RunningSystem, SystemOptions
-from chaos.watching import ProcessWatcher, StatusWatcher, missing, pids_of, sample_of
+from chaos.watching import ProcessWatcher, StatusWatcher, pids_of
 from supervisor.process import ProcessId, own_boot_id, read_marker, read_process_id, signal_process
 
 __all__ = ["HOOKS", "Run", "SkippedError", "perform"]
 
 HOOKS: Final = Path(__file__).resolve().parent / "hooks"
-_SILENCE_S: Final = 2.0
 _CALM_S: Final = 90.0
-_POLL_S: Final = 0.02
-_ROLE_LINE = re.compile(
-    r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(?P<ms>\d{3}) INFO engines\.native\.scheduler"
-    r"\[(?P<pid>\d+)\]: role (?P<role>\w+) at epoch (?P<epoch>\d+)"
-)
-_COUNTERS: Final = re.compile(r"understudy_\w+_(?:total|count)(?:\{|$)")
 
 
 class SkippedError(UnderstudyError):
@@ -141,12 +127,10 @@ class Run:
         self.load = OpenLoad(self.system.base_url, pool, on_done=recorder.add)
         self._status = StatusWatcher(self.system, recorder)
         self._processes = ProcessWatcher(self.system, recorder)
-        self._events = _EventTail(state_dir / "events.jsonl")
+        events = EventTail(state_dir / "events.jsonl")
+        self._stock = Stock(self.system, recorder, self._status, events)
+        self._expecting = Expecting(self.system, self.load, recorder, events)
         self._undo: list[Callable[[], None]] = []
-        self._before: StatusView | None = None
-        self._before_pids: dict[str, int | None] = {}
-        self._before_seq = 0
-        self._submitted = ""
         self._steps = 0
         self._deadline_s = time.monotonic() + scenario.max_duration
         self._is_stopped = False
@@ -185,7 +169,7 @@ class Run:
         self._status.start()
         self._processes.start()
         self.system.start()
-        self._wait_whole(_CALM_S)
+        self._expecting.wait_whole(_CALM_S)
         self.load.open()
         self._tell(f"reference: {len(self._pool)} requests, undisturbed")
         self._reference()
@@ -229,8 +213,8 @@ class Run:
             attempt("stopping the system", self._stop)
         failures = (self._status.stop(), self._processes.stop())
         problems += [f"a watcher ended: {failure!r}" for failure in failures if failure is not None]
-        attempt("reading the events", self._record_events)
-        attempt("reading the engines' logs", self._record_roles)
+        attempt("reading the events", self._stock.record_events)
+        attempt("reading the engines' logs", self._stock.record_roles)
         attempt("killing what is left", lambda: self.system.close(check=False))
         return "; ".join(problems)
 
@@ -272,13 +256,15 @@ class Run:
         elif step.storm is not None:
             self._storm(step.storm)
         elif step.submit is not None:
-            tokens = step.submit.tokens
-            request = StreamRequest(f"long-{self._steps}", "A long story", tokens, 1.0, self._steps)
-            self._submitted = self.load.submit(request)
-            wait_until(lambda: (self.load.chunks_of(self._submitted) or 0) > 3,
-                       "text of the long request", timeout_s=30)  # fmt: skip
+            self._submit(step.submit.tokens)
         elif step.calm is not None:
             self._calm(step.calm)
+
+    def _submit(self, tokens: int) -> None:
+        request = StreamRequest(f"long-{self._steps}", "A long story", tokens, 1.0, self._steps)
+        name = self._expecting.submitted = self.load.submit(request)
+        wait_until(lambda: (self.load.chunks_of(name) or 0) > 3, "text of the long request",
+                   timeout_s=30)  # fmt: skip
 
     def _set_load(self, streams_per_s: float) -> None:
         if streams_per_s:
@@ -363,7 +349,7 @@ class Run:
         began_ns = time.monotonic_ns()
         wanted = expect.model_dump(exclude_defaults=True, exclude={"within", "hold"})
         label = ", ".join(f"{key} {_plain(value)}" for key, value in wanted.items())
-        seen = self._wait_expected(expect)
+        seen = self._expecting.wait(expect)
         met_ns = 0 if seen else time.monotonic_ns()
         self._recorder.add(Expectation(label, began_ns, met_ns, expect.within, seen))
         took_s = (time.monotonic_ns() - began_ns) / 1e9
@@ -371,95 +357,14 @@ class Run:
         if seen:
             raise UnderstudyError(f"expected {label} within {expect.within:g} s: {seen}")
 
-    def _wait_expected(self, expect: Expect) -> str:
-        """Empty once everything holds; else what was still wrong when time ran out."""
-        deadline = time.monotonic() + expect.within
-        held_since: float | None = None
-        while True:
-            began_ns = time.monotonic_ns()
-            status = self.system.status()
-            wrong = self._differences(expect, status)
-            now_s = time.monotonic()
-            if wrong:
-                held_since = None
-            else:
-                held_since = held_since if held_since is not None else now_s
-                if now_s - held_since >= expect.hold:
-                    took_ms = (time.monotonic_ns() - began_ns) / 1e6
-                    self._recorder.add(sample_of(status, began_ns, took_ms, self.system))
-                    return ""
-            if now_s > deadline + expect.hold:
-                return "; ".join(wrong) or "it did not last"
-            if not self._is_stopped and self.system.supervisor.poll() not in (None, -9, -15):
-                return f"the supervisor ended with {self.system.supervisor.poll()}"
-            time.sleep(_POLL_S)
-
-    def _differences(self, expect: Expect, status: StatusView | None) -> list[str]:
-        if status is None:
-            return ["no supervisor answers"]
-        wrong = missing(status, self.system) if expect.whole else []
-        group = status.group
-        if expect.group is not None and group.state != expect.group:
-            wrong.append(f"the group is {group.state}")
-        wrong += self._moves(expect, status)
-        for name, state in expect.engines.items():
-            found = next((e.state for e in group.engines if e.name == name), "unknown")
-            if found != state:
-                wrong.append(f"{name} is {found}")
-        pids = pids_of(status)
-        for role in expect.same:
-            if pids[role] != self._before_pids.get(role):
-                wrong.append(f"{role} is another process")
-        for role in expect.other:
-            if pids[role] is None or pids[role] == self._before_pids.get(role):
-                wrong.append(f"{role} is still the old process")
-        silence_s = self.load.longest_silence_s()
-        if expect.flowing and silence_s > _SILENCE_S:
-            wrong.append(f"a stream has been silent for {silence_s:.1f} s")
-        if expect.event is not None and not self._events.has(expect.event, self._before_seq):
-            wrong.append(f"no event {expect.event}")
-        if expect.streams_end_with is not None and self.load.chunks_of(self._submitted) is not None:
-            wrong.append(f"{self._submitted} goes on")
-        return wrong
-
-    def _moves(self, expect: Expect, status: StatusView) -> list[str]:
-        before, group, wrong = self._before, status.group, list[str]()
-        if before is None:
-            return []
-        rise = group.epoch - before.group.epoch
-        wants_rise = expect.epochs == "rises"
-        if expect.epochs is not None and not (rise > 0 if wants_rise else rise == expect.epochs):
-            wrong.append(f"the epoch has risen by {rise}")
-        if expect.primary == "same" and group.primary != before.group.primary:
-            wrong.append(f"the primary is {group.primary}")
-        if expect.primary == "other" and group.primary in (None, before.group.primary):
-            wrong.append(f"the primary is {group.primary}")
-        return wrong
-
     def _calm(self, label: str) -> None:
         """No streams, nothing missing: the moment to compare descriptors and counters."""
         self.load.drain(timeout_s=_CALM_S)
-        self._wait_whole(_CALM_S)
+        self._expecting.wait_whole(_CALM_S)
         time.sleep(1.0)  # burials, stats events and canaries of the last step end meanwhile
-        self._record_held(label)
-        self._record_metrics()
+        self._stock.take(label)
         self.system.take_inventory()
         self._tell(f"calm: {label}")
-
-    def _wait_whole(self, timeout_s: float) -> None:
-        seen: list[str] = []
-
-        def look() -> bool:
-            status = self.system.status()
-            seen[:] = ["no supervisor answers"] if status is None else missing(status, self.system)
-            return not seen
-
-        try:
-            wait_until(look, "a whole system", timeout_s=timeout_s)
-        except DeadlineExceededError:
-            raise UnderstudyError(
-                f"the system is not whole after {timeout_s:g} s: {'; '.join(seen)}"
-            ) from None
 
     # -------------------------------------------------------------------- world
 
@@ -494,9 +399,7 @@ class Run:
 
     def _remember(self) -> None:
         """What later steps compare with."""
-        self._before = self._newest_status()
-        self._before_pids = pids_of(self._before)
-        self._before_seq = self._events.last_seq()
+        self._expecting.remember(self._newest_status())
 
     def _newest_status(self) -> StatusView | None:
         """The status now, or what a supervisor that is dead or stopped said last."""
@@ -504,94 +407,6 @@ class Run:
             return self.system.admin.status(timeout_s=1.0)
         except (OSError, UnderstudyError):
             return self._status.last
-
-    def _record_held(self, label: str) -> None:
-        processes = {}
-        for process, instance in self.system.marked():
-            if instance.startswith(("supervisor", "gateway", "cache", "zygote")):
-                processes[f"{instance}:{process.pid}"] = _descriptors(process.pid)
-        self._recorder.add(Held(time.monotonic_ns(), label, processes, self._strays()))
-
-    def _strays(self) -> list[str]:
-        """Leaders of a session that the status does not name."""
-        status = self.system.admin.status()
-        named = {self.system.supervisor.pid, *(w.pid for w in status.gateway)}
-        named |= {engine.pid for engine in status.group.engines}
-        named |= set(pids_of(status).values())
-        return [
-            f"{instance} (pid {process.pid})"
-            for process, instance in self.system.marked()
-            if process.pid not in named and os.getsid(process.pid) == process.pid
-        ]
-
-    def _record_metrics(self) -> None:
-        text = str(self.system.admin.get("/metrics"))
-        values = {}
-        for line in text.splitlines():
-            sample, _, value = line.rpartition(" ")
-            if not line.startswith("#") and _COUNTERS.match(sample):
-                values[sample] = float(value)
-        self._recorder.add(
-            Metrics(
-                time.monotonic_ns(), self.system.supervisor.pid, self._events.last_seq(), values
-            )
-        )
-
-    def _record_events(self) -> None:
-        clocks = self._status.clocks
-        clock_s, clock_ns = [c.unix_s for c in clocks], [c.at_ns for c in clocks]
-        for event in self._events.all():
-            at_ns = to_monotonic_ns(float(event.get("time", 0.0)), clock_s, clock_ns)
-            self._recorder.add(Event(at_ns, event))
-
-    def _record_roles(self) -> None:
-        clocks = self._status.clocks
-        clock_s, clock_ns = [c.unix_s for c in clocks], [c.at_ns for c in clocks]
-        for path in sorted((self.system.state_dir / "logs").glob("*.log")):
-            for line in path.read_text("utf-8", errors="replace").splitlines():
-                if (found := _ROLE_LINE.match(line)) is None:
-                    continue
-                stamp = datetime.datetime.strptime(found["time"], "%Y-%m-%d %H:%M:%S").astimezone()
-                unix_s = stamp.timestamp() + int(found["ms"]) / 1000
-                at_ns = to_monotonic_ns(unix_s, clock_s, clock_ns)
-                self._recorder.add(
-                    Role(at_ns, path.stem, int(found["pid"]), found["role"], int(found["epoch"]))
-                )
-
-
-class _EventTail:
-    """The events on disk, read on as they come."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-        self._events: list[dict[str, Any]] = []
-
-    def all(self) -> list[dict[str, Any]]:
-        """Every complete line so far."""
-        try:
-            with self._path.open("rb") as stream:
-                stream.seek(self._offset)
-                data = stream.read()
-        except FileNotFoundError:
-            return self._events
-        end = data.rfind(b"\n") + 1
-        self._offset += end
-        self._events += [json.loads(line) for line in data[:end].splitlines() if line.strip()]
-        return self._events
-
-    def last_seq(self) -> int:
-        """Number of the newest."""
-        events = self.all()
-        return _seq(events[-1]) if events else 0
-
-    def has(self, kind: str, after_seq: int) -> bool:
-        """Whether one of this kind came behind that number."""
-        return any(e["kind"] == kind and _seq(e) > after_seq for e in self.all())
-
-
-def _seq(event: dict[str, Any]) -> int:
-    return int(event["seq"])
 
 
 def _continue(process: ProcessId) -> None:
@@ -619,28 +434,6 @@ def _options(scenario: Scenario, orders: Path, model: Path) -> SystemOptions:
             "PYTHONPATH": str(HOOKS),
         },
     )
-
-
-def _descriptors(pid: int) -> dict[str, int]:
-    """Open descriptors by kind; empty when the process is gone."""
-    counts: dict[str, int] = {}
-    try:
-        paths = list(Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:
-        return counts
-    for path in paths:
-        try:
-            target = str(path.readlink())
-        except OSError:
-            continue  # closed while we looked
-        kind = re.split(r"[:\[ ]", target.lstrip("/"))[0] if not target.startswith("anon_inode") \
-            else target.removeprefix("anon_inode:")  # fmt: skip
-        if target.startswith("/memfd:"):
-            kind = "memfd"
-        elif target.startswith("/"):
-            kind = "file"
-        counts[kind] = counts.get(kind, 0) + 1
-    return counts
 
 
 def _label(kind: str, params: dict[str, object], note: str) -> str:

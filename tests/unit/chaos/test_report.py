@@ -36,6 +36,12 @@ def test_a_stream_that_waits_for_a_slot_says_nothing_about_the_fault() -> None:
     assert next_token_ms(stream("x", 4 * S, arrivals), KILL_NS) is None
 
 
+def test_a_pause_that_the_next_fault_made_is_not_this_ones() -> None:
+    arrivals = [KILL_NS + n * MS for n in (-20, 30, 60, 900)]
+    assert next_token_ms(stream("x", 4 * S, arrivals), KILL_NS) == 900.0
+    assert next_token_ms(stream("x", 4 * S, arrivals), KILL_NS, KILL_NS + 100 * MS) == 30.0
+
+
 def test_a_stream_that_had_ended_felt_nothing() -> None:
     arrivals = [4 * S + n * MS for n in (1, 2, 3, 4)]
     assert next_token_ms(stream("x", 4 * S, arrivals), KILL_NS) is None
