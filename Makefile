@@ -43,7 +43,7 @@ demo: $(STAMP)  ## kill the primary under load and watch the streams go on (one 
 	@$(PY) -m chaos.demo
 
 test: $(STAMP)  ## run every test (at most 25 minutes on two cores)
-	@$(PY) -m pytest --session-timeout=2700 $(TESTFLAGS)
+	@$(PY) -m pytest --session-timeout=2300 $(TESTFLAGS)
 
 chaos: $(STAMP)  ## run the long set of chaos scenarios (about an hour; CHAOSFLAGS="--seed 7")
 	@$(PY) -m chaos run --all $(CHAOSFLAGS)
