@@ -63,6 +63,7 @@ class FakeEngine(Proc):
         self._page.format()
         self._page_memory = world.new_memory("page", self._page_fd)
         self._steps = 0.0
+        self._posted = self._handled = 0  # orders for the model thread
         self._on_cpu_ns = self._delay_ns = 0
         self._looked_ns = self.born_ns
         self._attach_until_ns = self.born_ns + int(spec.attach_timeout_s * 1e9)
@@ -142,6 +143,17 @@ class FakeEngine(Proc):
         self, low_s: float, high_s: float, call: Callable[[], None], reply: Reply
     ) -> None:
         """Let the model thread do something; its own deadline answers while it hangs."""
+        self._posted += 1
+
+        def done() -> None:
+            self._handled += 1
+            call()
+
+        self._hand_over(low_s, high_s, done, reply)
+
+    def _hand_over(
+        self, low_s: float, high_s: float, call: Callable[[], None], reply: Reply
+    ) -> None:
         if self.is_hung or self.is_starved:
             self._waiting.append(call)
             late = ErrorBody("deadline_exceeded", "the model thread did not answer")
@@ -151,7 +163,7 @@ class FakeEngine(Proc):
 
     def _model_step(self, call: Callable[[], None], reply: Reply) -> None:
         if self.is_hung:
-            self._on_model(0, 0, call, reply)
+            self._hand_over(0, 0, call, reply)
         else:
             call()
 
@@ -226,6 +238,9 @@ class FakeEngine(Proc):
         if self.state is not ProcState.DEAD:
             self._page.set("steps", int(self._steps))
             self._page.set("active", 3 if has_work else 0)
+            self._page.set("runnable", 3 if has_work else 0)
+            self._page.set("posted", self._posted)
+            self._page.set("handled", self._handled)
             self._page.set("runnable", 3 if has_work else 0)
             is_pressed = has_work and self.role == "primary"
             self._page.set("queued", self.world.pressure if is_pressed else 0)

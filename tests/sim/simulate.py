@@ -3,28 +3,23 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from supervisor.core.states import EngineState
 from tests.sim.clock import SimLoop, SpinningError, VirtualTime
 from tests.sim.driver import Keeper, Life, Objections
-from tests.sim.fakeengine import FakeEngine
-from tests.sim.fakes import FakeCache, FakeGateway
 from tests.sim.schedule import LAST_FAULT_S, Applier, Schedule
-from tests.sim.world import ProcState, World
+from tests.sim.settled import missing_of
+from tests.sim.world import World
 
 __all__ = ["Outcome", "owned_task", "simulate", "stop_life", "unwind"]
 
-_S = EngineState
 SETTLE_S: Final = 150.0
 """Bound of recovery after the last fault: a start (20 s + 20 s), a canary (30 s), back-off."""
 
 _STEP_S: Final = 0.5
 _STOP_S: Final = 60.0
 _LASTING: Final = frozenset({"Life._run", "_every", "SupervisorRuntime._keep_house"})
-_RESTING: Final = frozenset({_S.PRIMARY, _S.STANDBY, _S.BATCH, _S.FROZEN, _S.EVICTED, _S.FATAL})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +85,17 @@ def owned_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> as
 
 async def _run(world: World, loop: SimLoop, schedule: Schedule) -> None:
     world.has_load = schedule.shape.has_load
-    keeper = Keeper(world, loop, schedule.shape)
     if schedule.shape.has_ladder:
         world.judge.operator_touched.add("batch")
+    keeper = Keeper(world, loop, schedule.shape)
+    try:
+        await _play(world, keeper, schedule)
+    finally:
+        for life in keeper.lives:
+            life.runtime.fleet.close()
+
+
+async def _play(world: World, keeper: Keeper, schedule: Schedule) -> None:
     applier = Applier(world, keeper)
     for step in schedule.steps:
         world.clock.after(step.at_s, lambda step=step: applier.apply(step))  # type: ignore[misc]
@@ -122,65 +125,11 @@ async def _settle(world: World, keeper: Keeper) -> list[str]:
     missing: list[str] = []
     while world.clock.monotonic() < deadline:
         await asyncio.sleep(_STEP_S)
-        missing = list(_missing(world, keeper.life))
+        missing = list(missing_of(world, keeper.life))
         whole = 0 if missing else whole + 1
         if whole >= 3:
             return []
     return missing or ["it does not come to rest"]
-
-
-def _missing(world: World, life: Life) -> Iterator[str]:
-    """What is not as it should be, as sentences."""
-    group, runtime = life.group, life.runtime
-    if life.is_gone or not runtime.is_ready:
-        yield "the supervisor is not ready"
-    if life.operations:
-        yield f"operations have not ended: {', '.join(sorted(life.operations.values()))}"
-    if group.lock.locked() or group._chores:
-        yield f"under way: {sorted(group._chores)}"
-    states = {e.name: e.state for e in group.engines}
-    stuck = _S.UNKILLABLE in states.values()
-    for name, state in states.items():
-        if state not in _RESTING and not (stuck and state in (_S.UNKILLABLE, _S.READY)):
-            yield f"{name} is {state}"
-    serving = [e for e in group.engines if not e.is_batch and states[e.name] in _RESTING]
-    is_lost = all(states[e.name] in (_S.FATAL, _S.EVICTED) for e in serving)
-    if group.primary is None and not (stuck or is_lost):
-        yield "there is no primary"
-    if _S.FATAL not in states.values() and not stuck and group.state != "redundant":
-        yield f"the group is {group.state}"
-    serves = world.find(group.primary.name) if group.primary is not None else None
-    has_choice = bool(group.standbys) and not group.is_judging_blocked()
-    is_wrong = isinstance(serves, FakeEngine) and serves.answers_wrong
-    if is_wrong and has_choice and not world.has_load:  # under load its canary is skipped
-        yield f"{serves} serves and answers wrongly"
-    owned = {u.instance for u in runtime.units() if u.handle is not None}
-    for proc in world.living():
-        if proc.instance not in owned and proc.evidence_delay_s is None:
-            yield f"nobody owns {proc}, which lives"
-    yield from _missing_helpers(world, life)
-
-
-def _missing_helpers(world: World, life: Life) -> Iterator[str]:
-    group = life.group
-    wanted = group.route()
-    for index in range(len(life.runtime.fleet.workers)):
-        worker = world.find(f"gateway-{index}")
-        if not isinstance(worker, FakeGateway) or worker.state is not ProcState.RUNNING:
-            yield f"gateway-{index} does not run"
-        elif worker.route() != wanted:
-            yield f"gateway-{index} has other routes: {worker.route()} not {wanted}"
-    zygote = world.find(group.zygote.name)
-    if not group.zygote.record.has_given_up and (
-        zygote is None or zygote.state is not ProcState.RUNNING or not group.zygote.is_ready
-    ):
-        yield "there is no zygote that works"
-    if group.cache is not None:
-        daemon = world.find(group.cache.name)
-        if not isinstance(daemon, FakeCache) or not daemon.is_serving:
-            yield "no cache daemon serves"
-        elif group.cache.held is None:
-            yield "the supervisor holds no memory"
 
 
 async def _check_quiet(world: World, keeper: Keeper) -> None:

@@ -1,0 +1,98 @@
+"""Whether a system has come to rest: everything whole, or broken for a reason that it states."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from supervisor.core.states import EngineState
+from tests.sim.driver import Life
+from tests.sim.fakeengine import FakeEngine
+from tests.sim.fakes import FakeCache, FakeGateway
+from tests.sim.world import ProcState, World
+
+__all__ = ["missing_of"]
+
+_S = EngineState
+_RESTING: Final = frozenset({_S.PRIMARY, _S.STANDBY, _S.BATCH, _S.FROZEN, _S.EVICTED, _S.FATAL})
+
+
+def missing_of(world: World, life: Life) -> Iterator[str]:
+    """What is not as it should be, as sentences."""
+    if life.is_gone or not life.runtime.is_ready:
+        yield "the supervisor is not ready"
+    if life.operations:
+        yield f"operations have not ended: {', '.join(sorted(life.operations.values()))}"
+    if life.group.lock.locked() or life.group._chores:
+        yield f"under way: {sorted(life.group._chores)}"
+    yield from _states(life)
+    yield from _ill(world, life)
+    yield from _unowned(world, life)
+    yield from _gateways(world, life)
+    yield from _zygote(world, life)
+    yield from _cache(world, life)
+
+
+def _states(life: Life) -> Iterator[str]:
+    """Redundant, unless an engine is FATAL or UNKILLABLE, which the status says."""
+    group = life.group
+    states = {e.name: e.state for e in group.engines}
+    is_stuck = _S.UNKILLABLE in states.values()
+    for name, state in states.items():
+        if state not in _RESTING and not (is_stuck and state in (_S.UNKILLABLE, _S.READY)):
+            yield f"{name} is {state}"
+    serving = [e for e in group.engines if not e.is_batch and states[e.name] in _RESTING]
+    is_lost = all(states[e.name] in (_S.FATAL, _S.EVICTED) for e in serving)
+    if group.primary is None and not (is_stuck or is_lost):
+        yield "there is no primary"
+    if _S.FATAL not in states.values() and not is_stuck and group.state != "redundant":
+        yield f"the group is {group.state}"
+
+
+def _ill(world: World, life: Life) -> Iterator[str]:
+    """Nobody who hangs or answers wrongly is kept, unless BLOCKED or without a successor."""
+    group = life.group
+    has_choice = bool(group.standbys) and not group.is_judging_blocked()
+    for unit in group.engines:
+        proc = world.find(unit.name)
+        is_kept = unit.state is _S.FROZEN or (unit is group.primary and not has_choice)
+        if not isinstance(proc, FakeEngine) or is_kept:
+            continue
+        if proc.is_hung:
+            yield f"{proc} hangs"
+        if proc.answers_wrong and not proc.has_work:  # else its canary is skipped
+            yield f"{proc} answers wrongly"
+
+
+def _unowned(world: World, life: Life) -> Iterator[str]:
+    owned = {u.instance for u in life.runtime.units() if u.handle is not None}
+    for proc in world.living():
+        if proc.instance not in owned and proc.evidence_delay_s is None:
+            yield f"nobody owns {proc}, which lives"
+
+
+def _gateways(world: World, life: Life) -> Iterator[str]:
+    wanted = life.group.route()
+    for unit in life.runtime.fleet.workers:
+        worker = world.find(unit.name)
+        if not isinstance(worker, FakeGateway) or worker.state is not ProcState.RUNNING:
+            yield f"{unit.name} does not run"
+        elif worker.route() != wanted:
+            yield f"{unit.name} has other routes: {worker.route()} not {wanted}"
+
+
+def _zygote(world: World, life: Life) -> Iterator[str]:
+    unit = life.group.zygote
+    zygote = world.find(unit.name)
+    is_running = zygote is not None and zygote.state is ProcState.RUNNING
+    if not unit.record.has_given_up and not (is_running and unit.is_ready):
+        yield "there is no zygote that works"
+
+
+def _cache(world: World, life: Life) -> Iterator[str]:
+    unit = life.group.cache
+    if unit is None:
+        return
+    daemon = world.find(unit.name)
+    if not isinstance(daemon, FakeCache) or not daemon.is_serving:
+        yield "no cache daemon serves"
+    elif unit.held is None:
+        yield "the supervisor holds no memory"
