@@ -6,6 +6,7 @@ and two intra-op threads change the last bit of a logit.
 
 import os
 import shutil
+import signal
 
 import pytest
 
@@ -13,6 +14,10 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A shell that starts us in the background lets us ignore SIGINT, and our children would inherit
+# that: tests that press Ctrl-C would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
