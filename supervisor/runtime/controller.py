@@ -147,6 +147,11 @@ class RuntimeController:
         return self._set_paused(is_paused=False)
 
     def _set_paused(self, *, is_paused: bool) -> Operation:
+        if self._runtime.services.is_stopping:
+            raise PreconditionError(
+                "the supervisor is stopping, and stops its processes",
+                hint="wait until it has ended",
+            )
         self._runtime.services.is_paused = is_paused
         self._runtime.services.metrics.set_paused(is_paused)
         word = "paused" if is_paused else "unpaused"

@@ -982,7 +982,7 @@ def test_two_hundred_failing_attaches_leak_nothing(
     daemon.serve(spec)
     other = spec_for(make_checkpoint(tmp_path / "other", seed=9))
     wait_until(lambda: daemon.peers() == 0 and not daemon.loader_pid(), "the loader has left")
-    before, own = open_fds(daemon.pid), open_fds()
+    before, own, mapped = open_fds(daemon.pid), open_fds(), weights_in_memory("self")
     fingerprint = daemon.status().fingerprint
     assert fingerprint is not None
     for number in range(200):
@@ -1005,7 +1005,7 @@ def test_two_hundred_failing_attaches_leak_nothing(
             connection.close()
     wait_until(lambda: open_fds(daemon.pid) == before, "the daemon has closed everything")
     assert open_fds() == own
-    assert weights_in_memory("self") == 0
+    assert weights_in_memory("self") == mapped  # what other tests of this process still map
 
 
 def attach_params(spec: LoadSpec, daemon: DaemonProcess) -> msgspec.Raw:

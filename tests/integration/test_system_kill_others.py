@@ -140,8 +140,10 @@ def test_a_write_into_the_weights_kills_the_writer_alone(system: RunningSystem, 
     assert after.epoch == before.epoch + 1
     assert after.primary == before.standby[0]
     assert pids(system, "primary", "batch", "cache", "zygote") == others
-    log = (system.state_dir / "logs" / "zygote-chat.log").read_text("utf-8")
-    assert f"{writer.instance}, pid {writer.pid}, ended with wait status {signal.SIGSEGV}" in log
+    log = system.state_dir / "logs" / "zygote-chat.log"
+    line = f"{writer.instance}, pid {writer.pid}, ended with wait status {signal.SIGSEGV}"
+    # The kernel first tears the memory down; only then can the zygote reap, and say how it ended.
+    wait_until(lambda: line in log.read_text("utf-8"), "the zygote's report", timeout_s=RESTORED_S)
 
 
 class Knocker:

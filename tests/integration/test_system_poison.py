@@ -23,7 +23,13 @@ def system_options() -> SystemOptions:
 
 
 def ask(system: RunningSystem, *, stream: bool) -> httpx.Response:
-    body = {"model": "chat", "prompt": f"Alice read: {POISON}", "max_tokens": 20, "stream": stream}
+    body = {
+        "model": "chat",
+        "prompt": f"Alice read: {POISON}",
+        "max_tokens": 1000,  # an engine dies a moment after it came: it must not be done by then
+        "ignore_eos": True,
+        "stream": stream,
+    }
     return httpx.post(f"{system.base_url}/completions", json=body, timeout=DEADLINE_S)
 
 
