@@ -583,6 +583,7 @@ def test_a_daemon_out_of_descriptors_refuses_and_recovers(
     daemon: DaemonProcess, spec: LoadSpec
 ) -> None:
     daemon.serve(spec)
+    wait_until(lambda: daemon.peers() == 0 and not daemon.loader_pid(), "the loader has left")
     now = open_fds(daemon.pid)
     resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (now + 1, 1024))
     with pytest.raises(UnderstudyError):
