@@ -1,6 +1,7 @@
 """The cache daemon as real processes: what dies, what lives on, who is told what."""
 
 import concurrent.futures
+import itertools
 import json
 import os
 import re
@@ -584,8 +585,11 @@ def test_a_daemon_out_of_descriptors_refuses_and_recovers(
 ) -> None:
     daemon.serve(spec)
     wait_until(lambda: daemon.peers() == 0 and not daemon.loader_pid(), "the loader has left")
-    now = open_fds(daemon.pid)
-    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (now + 1, 1024))
+    # The limit is on numbers, not on how many: leave one free number, for accept.
+    taken = {int(path.name) for path in Path(f"/proc/{daemon.pid}/fd").iterdir()}
+    free = (number for number in itertools.count() if number not in taken)
+    next(free)
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (next(free), 1024))
     with pytest.raises(UnderstudyError):
         daemon.attach(spec, timeout_s=1.0)
     resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (1024, 1024))
@@ -1004,7 +1008,8 @@ def test_two_hundred_failing_attaches_leak_nothing(
             connection = daemon.connect("generous")
             connection.call("status", fds=[0, 0, 0], timeout_s=5)
             connection.close()
-    wait_until(lambda: open_fds(daemon.pid) == before, "the daemon has closed everything")
+    # At most: when it was counted before, the daemon may still have been closing something.
+    wait_until(lambda: open_fds(daemon.pid) <= before, "the daemon has closed everything")
     assert open_fds() == own
     assert weights_in_memory("self") == mapped  # what other tests of this process still map
 
