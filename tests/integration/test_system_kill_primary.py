@@ -90,9 +90,10 @@ def test_a_stopped_primary_is_found_hung_and_replaced(system: RunningSystem, loa
 def test_streams_outlive_both_engines_of_the_pair(system: RunningSystem, load: Load) -> None:
     before = system.wait_whole().group
 
+    victims = [system.process(role) for role in ("standby", "primary")]  # found before the load
+
     def kill_both() -> int:
-        system.kill("standby")
-        return system.kill("primary")[1]
+        return max(system.kill_process(victim) for victim in victims)
 
     load.under_fault(system, kill_both, after_tokens=30)
     assert system.wait_whole().group.epoch > before.epoch
