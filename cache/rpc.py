@@ -192,7 +192,11 @@ def _duplicate(fds: Sequence[int]) -> list[int]:
 
 
 class RpcClient:
-    """A connection to a server of ours. Calls may overlap; each has its own deadline."""
+    """A connection to a server of ours. Calls may overlap; each has its own deadline.
+
+    Events are heard in the order of the wire, also relative to replies: who awaits a reply goes
+    on before an event that came behind it is handed over, though both arrived in one piece.
+    """
 
     def __init__(self, on_event: Callable[[Event, list[int]], None] | None = None) -> None:
         self._on_event = on_event
@@ -293,9 +297,18 @@ class RpcClient:
                 future.set_result((frame.result, fds))
                 return
         elif isinstance(frame, Event) and self._on_event is not None:
-            self._on_event(frame, fds)
+            # Behind the turn of whoever awaits a reply that came before it.
+            asyncio.get_running_loop().call_soon(self._hand_over, self._on_event, frame, fds)
             return
         close_all(fds)
+
+    def _hand_over(
+        self, on_event: Callable[[Event, list[int]], None], event: Event, fds: list[int]
+    ) -> None:
+        if self.is_closed:
+            close_all(fds)
+        else:
+            on_event(event, fds)
 
     def _lost(self, reason: UnderstudyError) -> None:
         for future in self._pending.values():

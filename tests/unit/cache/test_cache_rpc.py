@@ -299,6 +299,49 @@ async def test_events_reach_clients_with_their_parameters(service: Service) -> N
 
 
 @on_both_loops
+async def test_an_event_behind_a_reply_is_heard_after_it_though_they_arrive_together(
+    service: Service, tmp_path: Path
+) -> None:
+    """Or what the reply says, which is older, would be taken for the latest news."""
+
+    async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        before = encode_frame(Event("before"))
+        writer.write(before + encode_frame(Reply(1)) + encode_frame(Event("behind")))
+        await writer.drain()
+        writer.close()
+
+    heard: list[str] = []
+
+    def on_event(event: Event, _fds: list[int]) -> None:
+        heard.append(event.name)
+
+    server = await asyncio.start_unix_server(answer, tmp_path / "all-at-once.sock")
+    client, _ = await RpcClient.connect(
+        tmp_path / "all-at-once.sock", HELLO, timeout_s=5, on_event=on_event
+    )
+    heard.append("reply")
+    await client.closed
+    server.close()
+    assert heard == ["before", "reply", "behind"]
+
+
+@on_both_loops
+async def test_events_that_wait_when_the_client_closes_are_dropped(
+    service: Service, tmp_path: Path
+) -> None:
+    heard: list[str] = []
+
+    def on_event(event: Event, _fds: list[int]) -> None:
+        heard.append(event.name)
+
+    client, _ = await RpcClient.connect(service.path, HELLO, timeout_s=5, on_event=on_event)
+    service.server.notify_all("news")
+    client.close()
+    await asyncio.sleep(0.01)
+    assert heard == []
+
+
+@on_both_loops
 async def test_the_server_s_end_ends_calls_and_is_told_once(service: Service) -> None:
     client = await connect(service)
     waiting = asyncio.create_task(client.call("wait", timeout_s=5))
