@@ -57,7 +57,10 @@ def draw(seed: int) -> Schedule:
     )
     begin_s = rng.choice((0.0, 2.5, 2.5, 2.5))  # some faults hit the very first start
     span_s = rng.choice((0.05, 1.0, 4.0, LAST_FAULT_S - begin_s))
-    steps = [_draw_step(rng, shape, begin_s, span_s) for _ in range(rng.randint(1, 7))]
+    count = rng.randint(1, 7) if rng.random() < 0.9 else rng.randint(8, 25)  # a storm
+    steps = [_draw_step(rng, shape, begin_s, span_s) for _ in range(count)]
+    if rng.random() < 0.15:  # two operators at once
+        steps += [s for s in steps if s.kind in _ORDERS]
     if any(s.kind == "pause" for s in steps) and rng.random() < 0.5:
         steps.append(Step(begin_s + rng.uniform(0, LAST_FAULT_S - begin_s), "unpause"))
     return Schedule(seed, shape, tuple(sorted(steps, key=lambda s: s.at_s)), rng.random() < 0.5)
@@ -102,6 +105,9 @@ def _draw_trap(rng: random.Random, shape: Shape, at_s: float) -> Step:
     return Step(at_s, f"{action}_on", target, 0.5, verb, rng.choice(("before", "after")))
 
 
+_ORDERS: Final = frozenset({
+    "promote", "failover", "evict", "hold", "resume", "freeze", "thaw", "restart", "pause",
+})  # fmt: skip
 _WEIGHTS: Final = {
     "kill": 24, "stop": 10, "hang": 6, "wrong": 3, "slow": 4, "starve": 2, "unhealthy": 2,
     "unkillable": 4, "doom": 3, "crash": 6, "stall": 3, "trap": 12, "pressure": 3,
