@@ -34,6 +34,7 @@ class Judge:
         self.writers: dict[int, Proc] = {}  # by epoch: who acted last as primary of it
         self._acting: Proc | None = None
         self._epoch = 0
+        self.journal_was_lost = False  # then an epoch that nobody alive knows may come again
         self._starts: dict[str, deque[int]] = defaultdict(deque)
         self.promotions = 0
         self.births: Counter[str] = Counter()
@@ -100,9 +101,10 @@ class Judge:
         if acting is not None and acting is not proc:
             self.breach(f"{proc.unit} and {acting.unit} act as primary at the same time")
         before = self.writers.get(epoch)
-        if before is not None and before is not proc:
+        is_forgotten = self.journal_was_lost and acting is None
+        if before is not None and before is not proc and not is_forgotten:
             self.breach(f"{before} and {proc} were both primary of epoch {epoch}")
-        if epoch < self._epoch:
+        if epoch < self._epoch and not is_forgotten:
             self.breach(f"{proc.unit} acts at epoch {epoch}, behind epoch {self._epoch}")
         self._epoch = max(self._epoch, epoch)
         self.writers[epoch] = proc

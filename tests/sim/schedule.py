@@ -250,6 +250,7 @@ class Applier:
         """The supervisor dies and its state file with it."""
         self._keeper.life.kill()
         self._keeper.disk.state = JournalState()
+        self._world.judge.journal_was_lost = True
         engines = [p for p in self._world.living() if isinstance(p, FakeEngine)]
         if any(e.answers_wrong and e.role == "primary" for e in engines):
             # Nobody knows the right answer any more: whoever differs from the primary goes.
