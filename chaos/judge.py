@@ -22,9 +22,12 @@ __all__ = [
     "reference_texts",
 ]
 
-_CUT_WINDOW_NS: Final = 500_000_000
-"""Tokens that were under way at the kill may arrive a little later; a gap that begins after this
-is another gap."""
+_IN_FLIGHT_NS: Final = 50_000_000
+"""Tokens that were under way at the fault arrive within this time; a gap that begins later has
+another reason."""
+
+_AFTERMATH_NS: Final = 500_000_000
+"""Gaps that begin within this time are felt as part of the fault: a new engine starts beside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,8 @@ class Interruption:
     """How one stream lived through a fault."""
 
     stream: str
-    next_token_ms: float  # from the fault to the first token behind the longest gap
-    gap_ms: float  # the longest time without a token around the fault
+    next_token_ms: float  # from the fault to the first token behind the gap that it tore
+    gap_ms: float  # the longest time without a token, be it by what follows from the fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +118,8 @@ def _problem(record: StreamRecord, expected: str) -> str | None:
 def interruptions(records: Sequence[StreamRecord], moment_ns: int) -> list[Interruption]:
     """How each stream that was under way at `moment_ns` went on.
 
-    The longest gap that ends after the fault and begins not much later than it: a chunk that was
-    already under way does not count as the next token.
+    Of the gaps that end after the fault, the longest that begins at it is the one that it tore: a
+    chunk that was already under way does not count as the next token.
     """
     found: list[Interruption] = []
     for record in records:
@@ -124,13 +127,16 @@ def interruptions(records: Sequence[StreamRecord], moment_ns: int) -> list[Inter
         if not arrivals or arrivals[0] > moment_ns:
             continue
         gaps = [
-            (after - before, after)
+            (after - before, before, after)
             for before, after in itertools.pairwise(arrivals)
-            if after > moment_ns and before <= moment_ns + _CUT_WINDOW_NS
+            if after > moment_ns and before <= moment_ns + _AFTERMATH_NS
         ]
-        if gaps:
-            gap_ns, resumed_ns = max(gaps)
+        torn = [gap for gap in gaps if gap[1] <= moment_ns + _IN_FLIGHT_NS]
+        if torn:
+            resumed_ns = max(torn)[2]
             found.append(
-                Interruption(record.request.name, (resumed_ns - moment_ns) / 1e6, gap_ns / 1e6)
+                Interruption(
+                    record.request.name, (resumed_ns - moment_ns) / 1e6, max(gaps)[0] / 1e6
+                )
             )
     return found

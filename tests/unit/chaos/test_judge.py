@@ -66,6 +66,13 @@ def test_a_chunk_under_way_at_the_kill_is_not_the_next_token() -> None:
     assert felt.gap_ms == pytest.approx(59.5)
 
 
+def test_a_longer_gap_a_little_later_is_felt_but_does_not_move_the_next_token() -> None:
+    record = finished(["a"] * 6, [0, 20, 60, 70, 140, 150])  # killed at 21; 70 to 140: a start
+    (felt,) = interruptions([record], 21 * MS)
+    assert felt.next_token_ms == pytest.approx(39)
+    assert felt.gap_ms == pytest.approx(70)
+
+
 def test_streams_that_had_ended_or_not_begun_are_no_witnesses() -> None:
     ended = finished(["a"] * 2, [0, 10])
     late = finished(["a"] * 2, [500, 510])
