@@ -67,7 +67,7 @@ def test_a_chunk_under_way_at_the_kill_is_not_the_next_token() -> None:
 
 
 def test_a_longer_gap_a_little_later_is_felt_but_does_not_move_the_next_token() -> None:
-    record = finished(["a"] * 6, [0, 20, 60, 70, 140, 150])  # killed at 21; 70 to 140: a start
+    record = finished(["a"] * 6, [0, 20, 60, 80, 150, 160])  # killed at 21; 80 to 150: a start
     (felt,) = interruptions([record], 21 * MS)
     assert felt.next_token_ms == pytest.approx(39)
     assert felt.gap_ms == pytest.approx(70)
