@@ -89,7 +89,9 @@ class Worker:
 
     def apply_routes(self, routes: Routes) -> int:
         """Put a table in force and cut what it no longer names. Synchronous: true on return."""
-        self._table.apply(routes)
+        if not self._table.apply(routes):
+            log.info("ignored a table of a former supervisor sequence=%d", routes.sequence)
+            return 0
         for model in self._table.models:
             self._counters.of(model.id)
         self._changed.set()

@@ -57,12 +57,17 @@ class RouteTable:
         self._unexplained: dict[str, list[str]] = {}
         self.is_known = False
 
-    def apply(self, routes: Routes) -> None:
-        """Put a table in force and wake whoever waits.
+    def apply(self, routes: Routes) -> bool:
+        """Put a table in force and wake whoever waits; False: a newer one is in force already.
+
+        That happens when a supervisor dies and leaves tables in its connection: they are read
+        after the first table of its successor, which counts on from a higher sequence.
 
         Raises:
             StaleEpochError: some group's epoch is lower than before; nothing was changed.
         """
+        if routes.sequence < self.sequence:
+            return False
         for route in routes.groups:
             in_force = self._floors.get(route.group, 0)
             if route.epoch < in_force:
@@ -77,6 +82,7 @@ class RouteTable:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+        return True
 
     def _remember_deaths(self, routes: Routes) -> None:
         self._unexplained = {route.group: route.unexplained for route in routes.groups}

@@ -42,6 +42,7 @@ CUT_ACK_S: Final = 0.02
 
 _PUSH_S: Final = 2.0
 _FENCE_S: Final = 2.0
+_UNREAD_TABLES: Final = 1000  # more than a former supervisor can have left in a connection
 _START_S: Final = 30.0
 _BACKLOG: Final = 1024
 
@@ -257,7 +258,8 @@ class GatewayFleet:
         """Remember a worker that a former supervisor started, and go on counting."""
         self._known_instances[worker.name] = worker.instance
         if worker.status is not None:
-            self._sequence = max(self._sequence, worker.status.sequence)
+            former = worker.status.sequence
+            self._sequence = max(self._sequence, former + _UNREAD_TABLES)
 
     async def look_after(self) -> None:
         """Ask every worker whether it answers; end those that have not for a while."""

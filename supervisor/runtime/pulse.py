@@ -1,8 +1,9 @@
-"""Whether a helper process (zygote, cache daemon, gateway worker) still answers.
+"""Whether a process still answers its control socket.
 
-Engines are judged by their progress; helpers have none, so they are asked something cheap once a
-second. `UNANSWERED` questions in a row, or state `T` at two looks in a row, make one silent: it
-lives and is of no use. What follows is decided elsewhere; here nothing is signalled.
+Engines are judged by their progress too; helpers (zygote, cache daemon, gateway worker) have none.
+All are asked something cheap once a second. `UNANSWERED` questions in a row, or for a helper state
+`T` at two looks in a row, make one silent: it lives and is of no use. What follows is decided
+elsewhere; here nothing is signalled.
 """
 
 from collections.abc import Callable
@@ -43,8 +44,13 @@ class Pulse:
         """Whether the unit lives and does not answer."""
         if not self._unit.is_alive or self._unit.instance != self._instance:
             return False
-        if self._stopped_looks >= _STOPPED_LOOKS:
-            return True
+        return self._stopped_looks >= _STOPPED_LOOKS or self.is_deaf
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether questions stay without an answer; for engines, which may be stopped on order."""
+        if not self._unit.is_alive or self._unit.instance != self._instance:
+            return False
         return self._unanswered >= UNANSWERED and not self._is_starved()
 
     def _is_starved(self) -> bool:

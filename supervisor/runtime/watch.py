@@ -18,7 +18,7 @@ from supervisor.observe.looplag import LoopLag
 from supervisor.runtime.commands import GroupCommands
 from supervisor.runtime.engine import EngineUnit
 from supervisor.runtime.group import GroupRuntime
-from supervisor.runtime.pulse import BEAT_S
+from supervisor.runtime.pulse import BEAT_S, Pulse
 
 __all__ = ["GroupWatch"]
 
@@ -44,6 +44,7 @@ class GroupWatch:
         batch = group.settings.batch
         condition = parse_condition(batch.freeze_when) if batch.freeze_when else None
         settings = LadderSettings(condition, batch.evict_after, batch.resume_after)
+        self._pulses = {e.name: self._pulse_of(e) for e in group.engines}
         self._ladders = {e.name: Ladder(settings) for e in group.engines if e.is_batch}
 
     def start(self) -> None:
@@ -54,6 +55,7 @@ class GroupWatch:
             (_HTTP_INTERVAL_S, self._probe_http),
             (health.canary, self._ask_canaries),
             (BEAT_S, self._group.feel_pulses),
+            (BEAT_S, self._feel_engines),
         )
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(_every(s, step)) for s, step in loops]
@@ -76,9 +78,19 @@ class GroupWatch:
             is_bad = not engine.is_proven or self._is_unhealthy(engine)
             if is_bad and verdict in (Verdict.HEALTHY, Verdict.BUSY):
                 verdict = Verdict.DEGRADED
-            engine.judge(verdict, "no progress although work waits" if verdict == "hung" else "")
+            reason = "no progress although work waits" if verdict is Verdict.HUNG else ""
+            if engine.state in _PROBED and self._pulses[engine.name].is_deaf:
+                verdict, reason = Verdict.HUNG, "it does not answer its control socket"
+            engine.judge(verdict, reason)
         self._climb()
         group.reconcile()
+
+    @staticmethod
+    def _pulse_of(engine: EngineUnit) -> Pulse:
+        return Pulse(engine, "status", is_starting=lambda: engine.state not in _PROBED)
+
+    async def _feel_engines(self) -> None:
+        await asyncio.gather(*(p.beat() for p in self._pulses.values()))
 
     def _climb(self) -> None:
         """The batch ladder: what pressure on the primary means for the batch engine."""

@@ -251,10 +251,11 @@ class Applier:
         self._keeper.life.kill()
         self._keeper.disk.state = JournalState()
         self._world.judge.journal_was_lost = True
+        self._world.judge.is_paused = False
         engines = [p for p in self._world.living() if isinstance(p, FakeEngine)]
-        if any(e.answers_wrong and e.role == "primary" for e in engines):
-            # Nobody knows the right answer any more: whoever differs from the primary goes.
-            self._world.judge.operator_touched.update(e.unit for e in engines)
+        if any(e.answers_wrong for e in engines):
+            # Nobody knows the right answer any more: whoever differs from the first one goes.
+            self._world.judge.operator_touched.update(("a", "b", "c", "batch"))
 
     def _spring(self, step: Step, proc: Proc) -> None:
         self._world.judge.note(f"trap: {step.kind} {step.phase} {step.verb} at {proc}")

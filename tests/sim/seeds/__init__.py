@@ -67,6 +67,15 @@ SEEDS: Final[dict[str, Schedule]] = {
     "a_start_that_fails_while_paused_ends_nothing": _schedule(
         3377, Step(0.0268, "pause"), Step(0.0534, "kill_on", "", 0.5, "attach", "before")
     ),
+    "a_table_that_a_dead_supervisor_left_unread_is_ignored": _schedule(
+        112310, Step(3.3173, "starve", "gateway-0", 2.0), Step(4.0855, "kill", "primary"),
+        Step(4.6413, "crash"), heals=True,
+    ),
+    "an_engine_whose_control_socket_is_stuck_is_replaced": _schedule(
+        100329, Step(2.6734, "kill", "primary"), Step(2.9301, "wrong", "primary", 2.0),
+        Step(3.0515, "lose_on", "b", 0.5, "canary", "before"),
+        shape=Shape(workers=2, has_batch=False, has_load=False),
+    ),
     # ---------------------------------------------------------------- unkillable
     "an_unkillable_engine_that_dies_after_all_is_replaced": _schedule(
         122, Step(2.606, "unkillable", "primary", 3.0), Step(3.2265, "restart", "b"), heals=True

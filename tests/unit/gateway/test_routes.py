@@ -73,12 +73,13 @@ def test_an_epoch_is_remembered_while_its_group_is_gone() -> None:
         routing.apply(routes(3, 1, A1))
 
 
-def test_a_new_supervisor_may_count_its_tables_from_one_again() -> None:
+def test_a_table_of_a_dead_supervisor_that_is_read_late_changes_nothing() -> None:
     routing = RouteTable()
-    routing.apply(routes(900, 5, A1))
-    routing.apply(routes(1, 5, A1))
+    routing.apply(routes(1900, 5, A1))
 
-    assert routing.sequence == 1
+    assert not routing.apply(routes(900, 5, None))
+
+    assert (routing.sequence, routing.target("chat")) == (1900, A1)
 
 
 async def test_a_route_in_force_is_taken_at_once() -> None:
