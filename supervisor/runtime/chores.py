@@ -13,7 +13,7 @@ from cache.wire import close_all
 from engines.contract import Descriptors
 from supervisor.core.states import ALIVE, EngineState, Facts, StateEvent
 from supervisor.core.verdict import Verdict
-from supervisor.errors import UnderstudyError
+from supervisor.errors import RemoteError, UnderstudyError
 from supervisor.process import FenceNotProvenError
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ class GroupChores:
             await cache.ensure_serving()
         except UnderstudyError as error:
             cache.emit("cache_failed", f"{cache.name}: {error}")
-            self._group.fail_start(error)
+            if isinstance(error, RemoteError) or cache.record.has_given_up:
+                self._group.fail_start(error)  # else it is a death or a silence: once more
             if cache.is_alive and not self._is_paused:
                 await cache.end(timeout_s=FENCE_S)
             return

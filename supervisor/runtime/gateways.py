@@ -270,6 +270,10 @@ class GatewayFleet:
             worker.emit("gateway_silent", f"{worker.name} does not answer")
             await worker.end(timeout_s=_FENCE_S)
 
+    def route_in_force(self, group: str) -> GroupRoute | None:
+        """What was pushed last for this group, by whomever; None before the first push."""
+        return next((r for r in self._in_force if r.group == group), None)
+
     async def cut(self, instance: str) -> int:
         """Make sure that nothing is sent to this engine any more; how many streams were cut.
 

@@ -104,7 +104,6 @@ class GroupRuntime:
         self._lost_gateways: list[str] = []  # the newest dead workers
         self.deaths = DeathRecord()
         self._was_blocked = False
-        self._published: GroupRoute | None = None
         self._chores: dict[str, asyncio.Task[None]] = {}
         self._created = int(services.clock.time())
         self._sentence = ""
@@ -240,7 +239,7 @@ class GroupRuntime:
             is_judging_blocked=self.is_judging_blocked(),
             has_stray=self.strays.has_engine_of(e.name for e in self.engines if not e.is_batch),
             zygote_is_ready=zygote.is_ready,
-            zygote_is_silent=self._zygote_pulse.is_silent and free("zygote"),
+            zygote_is_silent=self._zygote_pulse.is_silent and free("end zygote"),
             zygote_may_start=not zygote.is_alive
             and not zygote.record.has_given_up
             and zygote.may_start
@@ -248,7 +247,7 @@ class GroupRuntime:
             zygote_has_given_up=zygote.record.has_given_up,
             cache_is_silent=self._cache_pulse is not None
             and self._cache_pulse.is_silent
-            and free("cache"),
+            and free("end cache"),
             cache_may_start=cache is not None
             and cache.needs_start
             and cache.may_start
@@ -312,9 +311,9 @@ class GroupRuntime:
             case StartCache():
                 self.run_chore("cache", self.chores.start_cache())
             case EndCache():
-                self.run_chore("cache", self.chores.end_cache())
+                self.run_chore("end cache", self.chores.end_cache())
             case EndZygote():
-                self.run_chore("zygote", self.chores.end_zygote())
+                self.run_chore("end zygote", self.chores.end_zygote())
             case StartZygote():
                 self.run_chore("zygote", self.chores.start_zygote())
             case StartEngine(name):
@@ -382,16 +381,12 @@ class GroupRuntime:
     def _publish_if_changed(self) -> None:
         route = self.route()
         # One push at a time; what changes meanwhile is published when it has ended.
-        if route != self._published and not self.lock.locked() and self._is_free("publish"):
-            self._published = route
+        is_new = route != self.fleet.route_in_force(self.name)
+        if is_new and not self.lock.locked() and self._is_free("publish"):
             self.run_chore("publish", self._publish())
 
     async def _publish(self) -> None:
         await self.fleet.push(timeout_s=_PUSH_S)
-
-    def note_published(self) -> None:
-        """A recovery has pushed the current route itself."""
-        self._published = self.route()
 
     # --------------------------------------------------------------- reactions
 

@@ -135,7 +135,6 @@ class Recovery:
     async def _publish(self, operation: OpenOperation) -> None:
         group = self._group
         group.is_cut = False
-        group.note_published()
         await group.fleet.push(timeout_s=_ROUTE_S)
         operation.phase("route")
         self._loss = None
