@@ -39,10 +39,10 @@ TEXT: Final = """\
 Streams run through the gateway; a sample is one stream in one round, taken at the client from the
 signal (or the order) to the first token behind the gap that it tore. `longest gap` also counts what
 comes within half a second: old memory is freed and a new standby starts on the same cores.
-{streams} streams of {tokens} tokens, half greedy and half at temperature 1; every engine holds {ballast} of ballast. Clients,
-gateway and engines share the cores named above, so this is an upper bound; the load average of the
-last minute before the run was {load:.1f}. Every text was equal to that of an undisturbed run. Made
-by `python -m benchmarks.takeover`."""
+{streams} streams of {tokens} tokens, half greedy and half at temperature 1; every engine holds
+{ballast} of ballast. Clients, gateway and engines share the cores named above, so this is an upper
+bound; the load average of the last minute before the run was {load:.1f}. Every text was equal to
+that of an undisturbed run. Made by `python -m benchmarks.takeover`."""
 
 
 @dataclass(slots=True)

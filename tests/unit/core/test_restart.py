@@ -1,8 +1,11 @@
 """Restart policy: lived long, at once; died young, later and later; too often, never."""
 
+import pytest
+
 from supervisor.core.restart import (
     FIRST_BACKOFF_S,
     LONGEST_SERVED_S,
+    SERVED_PAUSE_S,
     RestartPolicy,
     RestartRecord,
 )
@@ -30,10 +33,18 @@ def test_what_has_served_is_never_given_up_and_its_pauses_begin_late() -> None:
     for _ in range(20):
         record = record.after_death(POLICY, lived_s=0.1, now_s=0.0, was_ours=False, has_served=True)
         delays.append(record.not_before_s)
-    assert delays[:6] == [0.0, 0.0, 0.0, FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S, 1.0]
+    assert delays[:6] == [*[SERVED_PAUSE_S] * 3, FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S, 1.0]
     assert max(delays) == LONGEST_SERVED_S
     assert not record.has_given_up
     assert record.young_deaths == 0
+
+
+@pytest.mark.parametrize("was_ours", [True, False])
+def test_behind_a_primary_the_streams_go_on_first(was_ours: bool) -> None:
+    record = RestartRecord().after_death(
+        POLICY, lived_s=60.0, now_s=100.0, was_ours=was_ours, has_served=True
+    )
+    assert record.not_before_s == 100.0 + SERVED_PAUSE_S
 
 
 def test_deaths_before_service_count_whatever_lies_between_them() -> None:
