@@ -111,6 +111,12 @@ class CacheUnit(Unit):
         """Whether `ensure_serving` has something to do; a daemon that is silent is not asked."""
         return not self.is_alive or (self.client is not None and not self.is_settled)
 
+    @property
+    def is_in_short_step(self) -> bool:
+        """Whether it is in a step of its start that has a deadline of seconds; loading has not."""
+        is_loading = self.status is not None and self.status.state == "loading"
+        return self.is_starting and not is_loading
+
     async def ensure_serving(self) -> None:
         """Bring the daemon to serve, from wherever it is: spawn, donate what we hold, or load.
 

@@ -140,7 +140,7 @@ class GroupRuntime:
         zygote, cache = self.zygote, self.cache
         self._zygote_pulse = Pulse(zygote, "children", is_starting=lambda: zygote.is_starting)
         self._cache_pulse = (
-            Pulse(cache, "status", is_starting=lambda: cache.is_starting)
+            Pulse(cache, "status", is_starting=lambda: cache.is_in_short_step)
             if cache is not None
             else None
         )

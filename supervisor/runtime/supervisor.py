@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from cache.errors import UnderstudyError
 from supervisor.core.restart import RestartPolicy
+from supervisor.core.states import EngineState
 from supervisor.errors import StartFailedError
 from supervisor.gateway.protocol import FirstToken, GroupRoute
 from supervisor.observe.journal import Journal, JournalState, ProcessRecord
@@ -136,7 +137,7 @@ class SupervisorRuntime:
         try:
             await self._all_serve()
         except UnderstudyError as error:
-            if must_serve and not self.services.is_paused:
+            if must_serve and not self.services.is_paused and not self._has_unkillable():
                 raise
             self.services.events.append("start_incomplete", str(error))
         if self.stop_requested.is_set():
@@ -145,6 +146,11 @@ class SupervisorRuntime:
         self.save()
         self.services.events.append("started", f"{self.services.topology.name} serves")
         self.services.observer.ready(self.status())
+
+    def _has_unkillable(self) -> bool:
+        """Whether only the operator's word helps, which needs a supervisor that hears it."""
+        states = (e.state for g in self.groups for e in g.engines)
+        return EngineState.UNKILLABLE in states
 
     async def _all_serve(self) -> None:
         if self.services.is_paused:

@@ -105,6 +105,17 @@ SEEDS: Final[dict[str, Schedule]] = {
     "a_stopped_cache_daemon_is_replaced": _schedule(
         114, Step(0.3952, "stop_on", "", 0.5, "attach", "after"), shape=_FULL
     ),
+    "a_daemon_that_falls_silent_while_it_loads_is_replaced": _schedule(
+        130566, Step(0.4216, "unkillable", "cache-chat", -1.0), heals=True
+    ),
+    "a_supervisor_whose_start_waits_for_the_operators_word_stays": _schedule(
+        130410, Step(0.5661, "unkillable", "cache-chat", 3.0),
+        Step(0.9444, "unkillable", "a", -1.0), heals=True,
+    ),
+    "a_push_by_a_fence_counts_as_published": _schedule(
+        121863, Step(2.5204, "unkillable", "b", -1.0), Step(2.5405, "promote", "b"),
+        Step(2.5461, "restart", "a"),
+    ),
     "watching_goes_on_when_the_daemon_dies": _schedule(
         74, Step(4.2667, "unkillable", "cache-chat", 1.0)
     ),
