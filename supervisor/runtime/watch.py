@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _S = EngineState
 _PROBED: Final = frozenset({_S.STANDBY, _S.PRIMARY, _S.BATCH})
+_ASKED: Final = _PROBED | {_S.READY}
 _HTTP_INTERVAL_S: Final = 1.0
 _HTTP_TIMEOUT_S: Final = 0.5
 _UNHEALTHY_IN_A_ROW: Final = 3
@@ -79,7 +80,7 @@ class GroupWatch:
             if is_bad and verdict in (Verdict.HEALTHY, Verdict.BUSY):
                 verdict = Verdict.DEGRADED
             reason = "no progress although work waits" if verdict is Verdict.HUNG else ""
-            if engine.state in _PROBED and self._pulses[engine.name].is_deaf:
+            if engine.state in _ASKED and self._pulses[engine.name].is_deaf:
                 verdict, reason = Verdict.HUNG, "it does not answer its control socket"
             engine.judge(verdict, reason)
         self._climb()
@@ -87,7 +88,7 @@ class GroupWatch:
 
     @staticmethod
     def _pulse_of(engine: EngineUnit) -> Pulse:
-        return Pulse(engine, "status", is_starting=lambda: engine.state not in _PROBED)
+        return Pulse(engine, "status", is_starting=lambda: engine.state not in _ASKED)
 
     async def _feel_engines(self) -> None:
         await asyncio.gather(*(p.beat() for p in self._pulses.values()))
@@ -140,7 +141,7 @@ class GroupWatch:
     async def _ask_canaries(self) -> None:
         for engine in self._group.engines:
             works = engine.active > 0 and engine.state is not _S.STANDBY
-            if engine.state not in _PROBED or works or engine.verdict is Verdict.DEAD:
+            if engine.state not in _ASKED or works or engine.verdict is Verdict.DEAD:
                 continue  # steps of real work prove more than a canary would
             begun_s = self._group.services.clock.monotonic()
             instance = engine.instance

@@ -192,6 +192,7 @@ class Applier:
         proc.starved_since_ns, proc.slow_s = self._world.clock.now_ns, 1.5
 
         def recover() -> None:
+            proc.delay_ns = proc.look().run_delay_ns
             proc.starved_since_ns, proc.slow_s = None, 0.0
 
         self._world.clock.after(length_s, recover)

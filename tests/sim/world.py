@@ -205,6 +205,7 @@ class Proc:
         self.evidence_delay_s: float | None = None  # unkillable for so long
         self.slow_s = 0.0
         self.starved_since_ns: int | None = None  # waits for a CPU since then
+        self.delay_ns = 0  # on run queues, before that
         self.lose_answers = 0  # so many requests are read and never answered
         self.connections: list[FakeClient] = []
         self.watches: list[FakeWatch] = []
@@ -259,7 +260,7 @@ class Proc:
         """The scheduler's account."""
         since_ns = self.starved_since_ns
         delay_ns = self.world.clock.now_ns - since_ns if since_ns is not None else 0
-        return CpuLook(0, delay_ns, is_runnable=since_ns is not None)
+        return CpuLook(0, self.delay_ns + delay_ns, is_runnable=since_ns is not None)
 
     # ------------------------------------------------------------------ signals
 
