@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from typing import Any, Final
 
+import msgspec
+
 from cache.errors import UnderstudyError
 from supervisor.core.restart import RestartPolicy
 from supervisor.core.states import EngineState
@@ -262,12 +264,21 @@ class SupervisorRuntime:
 
     def save(self) -> None:
         """Tell the journal's thread what a later supervisor must know; never waits."""
+        if all(g.is_open for g in self.groups):
+            state = self._state()
+        else:  # what was saved before is better than what we know while we look at what we found
+            state = msgspec.structs.replace(self._saved, paused=self.services.is_paused)
+        if state != self._saved:
+            self._saved = state
+            self._journal.save(state)
+
+    def _state(self) -> JournalState:
         epochs = {}
         for group in self.groups:
             ceiling = self._saved.epochs.get(group.name, 0)
             low = group.epoch + _EPOCHS_AHEAD // 2
             epochs[group.name] = ceiling if ceiling > low else group.epoch + _EPOCHS_AHEAD
-        state = JournalState(
+        return JournalState(
             boot_id=own_boot_id(),
             name=self.services.topology.name,
             epochs=epochs,
@@ -287,9 +298,6 @@ class SupervisorRuntime:
                 for instance, p in self.services.attested.items()
             ],
         )  # fmt: skip
-        if state != self._saved:
-            self._saved = state
-            self._journal.save(state)
 
     # ----------------------------------------------------------------- degraded
 

@@ -40,9 +40,11 @@ class FakeEngine(Proc):
 
     kind = "engine"
 
-    def __init__(self, world: World, spec: EngineSpec, *, parent: Proc | None) -> None:
-        super().__init__(world, spec.instance, parent=parent)
-        if world.machine is not None and world.machine.is_gone:
+    def __init__(
+        self, world: World, spec: EngineSpec, *, parent: Proc | None, is_stray: bool = False
+    ) -> None:
+        super().__init__(world, spec.instance, parent=parent, is_stray=is_stray)
+        if is_stray:
             self.is_blemished = "nobody waits for it"
         self.spec = spec
         self.role: Role = "none"
@@ -184,8 +186,12 @@ class FakeEngine(Proc):
         reply(Assumed(wanted.role, wanted.epoch))
 
     def _canary(self, reply: Reply) -> None:
-        tokens = WRONG if self.answers_wrong else RIGHT
-        reply(CanaryResult(tokens, 5.0, self.world.clock.now_ns))
+        reply(CanaryResult(self.answer, 5.0, self.world.clock.now_ns))
+
+    @property
+    def answer(self) -> list[int]:
+        """What it says to the built-in question."""
+        return WRONG if self.answers_wrong else RIGHT
 
     def _descriptors(self, reply: Reply) -> None:
         if self.weights is None:

@@ -147,18 +147,22 @@ class FakeZygote(Proc):
         """See the protocol."""
         match verb:
             case "fork":
-                self.later(self.between(0.01, 0.05), lambda: self._fork(params, reply))
+                is_stray = self.is_served_for_the_dead
+                self.later(self.between(0.01, 0.05), lambda: self._fork(params, is_stray, reply))
             case "children":
                 reply(Children(self._records[-100:]))
             case _:
                 super().handle(verb, params, memories, reply)
 
-    def _fork(self, fork: Fork, reply: Reply) -> None:
+    def _fork(self, fork: Fork, is_stray: bool, reply: Reply) -> None:
+        """A fork whose supervisor has died meanwhile happens all the same: a stray."""
+        machine = self.world.machine
+        is_stray = is_stray or machine is None or machine.is_gone
         if self.world.failing_forks > 0:
             self.world.failing_forks -= 1
             reply(error=ErrorBody("fork_failed", "no memory for a process"))
             return
-        child = self.world.new_engine(fork.spec, parent=self)
+        child = self.world.new_engine(fork.spec, parent=self, is_stray=is_stray)
         reply(ChildRecord(child.instance, child.process.pid, child.process.start_ticks))
 
     def child_reaped(self, child: Proc) -> None:

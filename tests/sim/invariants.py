@@ -54,8 +54,8 @@ class Judge:
 
     # ---------------------------------------------------------------- processes
 
-    def born(self, proc: "Proc") -> None:
-        """A process was started."""
+    def born(self, proc: "Proc", *, is_stray: bool) -> None:
+        """A process was started; a stray by order of a supervisor that is dead by now."""
         self.note(f"{proc} was started")
         self.births[proc.kind] += 1
         starts = self._starts[proc.unit]
@@ -64,7 +64,7 @@ class Judge:
             starts.popleft()
         if len(starts) > _STARTS_PER_WINDOW:
             self.breach(f"{proc.unit} was started {len(starts)} times within 10 s")
-        if self.is_paused:
+        if self.is_paused and not is_stray:
             self.breach(f"{proc.unit} was started while paused")
 
     def ended(self, proc: "Proc") -> None:

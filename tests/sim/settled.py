@@ -48,7 +48,12 @@ def _states(life: Life) -> Iterator[str]:
 
 
 def _ill(world: World, life: Life) -> Iterator[str]:
-    """Nobody who hangs or answers wrongly is kept, unless BLOCKED or without a successor."""
+    """Nobody who hangs or answers wrongly is kept, unless BLOCKED or without a successor.
+
+    Wrong is what differs from the group's answer. Where the journal was lost together with every
+    engine that knew better, that answer is the serving primary's, whatever it is: no process and
+    no file is left that could tell, and nobody promised to find out.
+    """
     group = life.group
     has_choice = bool(group.standbys) and not group.is_judging_blocked()
     for unit in group.engines:
@@ -58,7 +63,7 @@ def _ill(world: World, life: Life) -> Iterator[str]:
             continue
         if proc.is_hung:
             yield f"{proc} hangs"
-        if proc.answers_wrong and not proc.has_work:  # else its canary is skipped
+        if proc.answer != group.golden and not proc.has_work:  # else its canary is skipped
             yield f"{proc} answers wrongly"
 
 

@@ -64,7 +64,7 @@ class Stage:
         )  # fmt: skip
 
     async def order(self, work: Coroutine[Any, Any, Operation]) -> Operation:
-        self.world.judge.operator_touched.update("abc")
+        self.world.judge.operator_touched.update(("a", "b", "c", "batch"))
         done: Operation = await self.keeper.life.create_task(work)
         return done
 

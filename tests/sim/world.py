@@ -115,11 +115,13 @@ class World:
                 trap.action(proc)
                 return
 
-    def new_engine(self, spec: EngineSpec, *, parent: "Proc | None") -> "Proc":
+    def new_engine(
+        self, spec: EngineSpec, *, parent: "Proc | None", is_stray: bool = False
+    ) -> "Proc":
         """An engine was forked, or started cold."""
         from tests.sim.fakeengine import FakeEngine
 
-        return FakeEngine(self, spec, parent=parent)
+        return FakeEngine(self, spec, parent=parent, is_stray=is_stray)
 
     def take_doom(self, proc: "Proc") -> bool:
         """Whether this instance dies while it starts."""
@@ -191,7 +193,9 @@ class Proc:
     kind = "process"
     is_forked = False
 
-    def __init__(self, world: World, instance: str, *, parent: "Proc | None" = None) -> None:
+    def __init__(
+        self, world: World, instance: str, *, parent: "Proc | None" = None, is_stray: bool = False
+    ) -> None:
         self.world = world
         self.process = world.new_id()
         self.instance = instance
@@ -204,6 +208,7 @@ class Proc:
         self.is_blemished = ""  # the fault that touched it: a supervisor may end it now
         self.evidence_delay_s: float | None = None  # unkillable for so long
         self.slow_s = 0.0
+        self.is_served_for_the_dead = False  # its newest request came from a dead supervisor
         self.starved_since_ns: int | None = None  # waits for a CPU since then
         self.delay_ns = 0  # on run queues, before that
         self.lose_answers = 0  # so many requests are read and never answered
@@ -215,7 +220,7 @@ class Proc:
         world.births[self.unit] += 1
         self.random = random.Random(f"{world.seed}:{self.unit}:{world.births[self.unit]}")
         world.procs[self.process] = self
-        world.judge.born(self)
+        world.judge.born(self, is_stray=is_stray)
 
     def __str__(self) -> str:
         return self.instance
