@@ -95,17 +95,14 @@ async def _take(
 async def _settle_roles(group: "GroupRuntime", outcome: Adoption) -> None:
     """Give every engine that was found the state that its own report proves."""
     there = [e for e in group.engines if e.handle is not None]
-    alive = [e for e in there if e.is_alive and e.status is not None]
-    reported = [e.status.epoch for e in alive if e.status is not None] + group.fleet_epochs()
-    primaries = sorted(
-        (e for e in alive if e.status is not None and e.status.role == "primary"),
-        key=lambda e: e.status.epoch if e.status is not None else 0,
-    )
-    if alive:
+    if any(e.is_alive and e.status is not None for e in there):
         group.golden = group.former_golden  # a wrong engine that answers first must not set it
-    if primaries:  # who serves sets the answer where no journal has it
-        await _is_fit(group, primaries[-1])
+    if serving := _primaries(there):  # who serves sets the answer where no journal has it
+        await _is_fit(group, serving[-1])
     fit = await asyncio.gather(*(_is_fit(group, e) for e in there))
+    # Only now: an order that the last supervisor left in a connection was read meanwhile.
+    primaries = _primaries(there)
+    reported = [e.status.epoch for e in there if e.is_alive and e.status is not None]
     for engine, is_fit in zip(there, fit, strict=True):
         engine.apply(StateEvent.ADOPTED)
         if is_fit and engine.is_alive and (engine not in primaries[:-1]):
@@ -120,8 +117,15 @@ async def _settle_roles(group: "GroupRuntime", outcome: Adoption) -> None:
     # A living primary has seen every epoch that matters. Without one, an epoch may have died with
     # its engine: then the journal's ceiling is above it.
     ceiling = 0 if group.primary is not None else group.epoch_ceiling
-    group.epoch = max(ceiling, *reported, 0)
+    group.epoch = max(ceiling, *reported, *group.fleet_epochs(), 0)
     await _raise_epoch(group)
+
+
+def _primaries(engines: "list[EngineUnit]") -> "list[EngineUnit]":
+    """Those that say they are primary, lowest epoch first."""
+    alive = [(e.status.epoch, e) for e in engines
+             if e.is_alive and e.status is not None and e.status.role == "primary"]  # fmt: skip
+    return [e for _, e in sorted(alive, key=lambda pair: pair[0])]
 
 
 async def _raise_epoch(group: "GroupRuntime") -> None:
@@ -138,15 +142,22 @@ async def _raise_epoch(group: "GroupRuntime") -> None:
 
 
 async def _is_fit(group: "GroupRuntime", engine: "EngineUnit") -> bool:
-    """Whether it is past its start and answers the canary as the group does."""
+    """Whether it is past its start and answers the canary as the group does.
+
+    Its status is read behind that: an order that was given before the canary has its effect now.
+    """
     if not engine.is_alive or engine.client is None or engine.status is None:
         return False
     if engine.status.state not in ("ready", "standby", "serving"):
         return False
     try:
-        return await group.chores.prove(engine, timeout_s=_ANSWER_S)
+        is_right: bool | None = await group.chores.prove(engine, timeout_s=_ANSWER_S)
     except UnderstudyError:
-        return bool(engine.status.role == "primary")  # it may be busy; progress will judge it
+        is_right = None
+    status = await engine.refresh(timeout_s=_ANSWER_S) or engine.status
+    if is_right is None:  # it may be busy; progress will judge it
+        return status is not None and status.role == "primary"
+    return is_right
 
 
 def _confirm(engine: "EngineUnit") -> None:

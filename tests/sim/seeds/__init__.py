@@ -41,6 +41,10 @@ SEEDS: Final[dict[str, Schedule]] = {
     "without_a_journal_the_primary_sets_the_answer": _schedule(
         10844, Step(2.5121, "wrong", "standby", 0.2), Step(2.5357, "lost_journal"), heals=True
     ),
+    "an_order_that_a_dead_supervisor_left_unread_is_known_after_adoption": _schedule(
+        20085, Step(0.126, "stop_on", "a", 0.5, "assume", "before"), Step(2.169, "crash"),
+        Step(3.053, "kill", "a"), heals=True,
+    ),
     # ----------------------------------------------------------- order and epochs
     "a_batch_engine_is_cut_off_before_it_is_killed": _schedule(
         10, Step(2.8044, "restart", "batch"), shape=_FULL
