@@ -245,7 +245,12 @@ class GatewayFleet:
             await asyncio.sleep(delay_s)
             if self._services.is_paused or self._services.is_stopping:
                 return
-            await worker.start(self.listener, limits)
+            try:
+                await worker.start(self.listener, limits)
+            except UnderstudyError:
+                if worker.is_alive and not self._services.is_paused:
+                    await worker.end(timeout_s=_FENCE_S)  # it takes connections, and has no routes
+                raise
             self._known_instances[worker.name] = worker.instance
             worker.emit("gateway_ready", f"{worker.name} accepts connections", pid=worker.pid)
             await self.push(timeout_s=_PUSH_S)
