@@ -46,6 +46,7 @@ class VirtualTime:
 
     def __init__(self) -> None:
         self.now_ns = _START_NS
+        self.unix_offset_s = _UNIX_OFFSET_S  # somebody may set the wall clock
         self.stalled_until_ns = 0
         self._heap: list[tuple[int, int, WorldTimer]] = []
         self._order = itertools.count()
@@ -60,7 +61,7 @@ class VirtualTime:
 
     def time(self) -> float:
         """Seconds since 1970."""
-        return _UNIX_OFFSET_S + self.now_ns / _NS
+        return self.unix_offset_s + self.now_ns / _NS
 
     @property
     def elapsed_s(self) -> float:

@@ -20,7 +20,7 @@ from engines.contract import Assume
 from supervisor.gateway.protocol import Routes
 from supervisor.process import EvidenceKind, ExitEvidence, Marker, ProcessId, ProcessTree
 from supervisor.runtime.machine import OnEvent
-from tests.sim.world import Memory, Proc, ProcState
+from tests.sim.proc import Memory, Proc, ProcState
 
 if TYPE_CHECKING:
     from tests.sim.machine import FakeMachine

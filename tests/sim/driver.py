@@ -19,11 +19,12 @@ from supervisor.runtime.supervisor import SupervisorRuntime
 from tests.sim.clock import SimLoop
 from tests.sim.fakeengine import FakeEngine
 from tests.sim.machine import FakeMachine
+from tests.sim.proc import Proc, ProcState
 from tests.sim.records import CountingMetrics, EventSink, SimDisk, SimJournal
 from tests.sim.shapes import Shape, topology_of
-from tests.sim.world import ProcState, World
+from tests.sim.world import World
 
-__all__ = ["Keeper", "Life"]
+__all__ = ["Keeper", "Life", "Objections", "check_stopped", "name_of"]
 
 LIFE: contextvars.ContextVar["Life | None"] = contextvars.ContextVar("life", default=None)
 _RESTART_S: Final = 0.3
@@ -60,12 +61,23 @@ class Life:
         )  # fmt: skip
         self.machine.is_stopping = lambda: self.services.is_stopping
         self.runtime = self.context.run(
-            SupervisorRuntime, self.services, self.journal, disk.state, self.lag
+            SupervisorRuntime, self.services, self.journal, disk.load(), self.lag
         )
         self.controller = RuntimeController(self.runtime)
         self.group = self.runtime.groups[0]
         self.machine.owns = lambda p: any(u.instance == p.instance for u in self.runtime.units())
+        self.machine.is_right = self._is_right
         self.task = self.create_task(self._run())
+
+    def _is_right(self, proc: Proc) -> bool:
+        """Whether it answers as its group does."""
+        return not isinstance(proc, FakeEngine) or self.group.golden in (None, proc.answer)
+
+    def has_adopted_an_engine(self) -> bool:
+        """Whether an engine outlived the supervisor before this one."""
+        names = {e.name for e in self.group.engines}
+        events = self.events.of_this_life()
+        return any(e["kind"] == "adopted" and e["engine"] in names for e in events)
 
     def create_task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """A task that dies with this supervisor."""
@@ -80,6 +92,9 @@ class Life:
         except UnderstudyError as error:
             self._judge_failed_start(error)
         await self.runtime.shut_down()
+        for operation in tuple(self.operations):  # their loop ends; nobody reads the answer
+            operation.cancel()
+        await asyncio.sleep(0)
         self.lag.stop()
 
     def _judge_failed_start(self, error: UnderstudyError) -> None:
@@ -124,15 +139,20 @@ class Life:
 
     # ---------------------------------------------------------------- operator
 
-    def order(self, name: str, work: Coroutine[Any, Any, Operation], *units: str) -> None:
+    def order(
+        self, kind: str, to: str, work: Coroutine[Any, Any, Operation], *touched: str
+    ) -> None:
         """Let the operator run a command; what it may end is no surprise any more."""
-        self.world.judge.operator_touched.update(units)
-        task = self.create_task(self._ordered(name, work))
+        self.world.judge.operator_touched.update(touched)
+        name = f"{kind} {to}".strip()
+        task = self.create_task(self._ordered(kind, to, name, work))
         self.operations[task] = name
         task.add_done_callback(lambda t: self.operations.pop(t, None))
         task.add_done_callback(lambda _: work.close())  # killed before it began
 
-    async def _ordered(self, name: str, work: Coroutine[Any, Any, Operation]) -> None:
+    async def _ordered(
+        self, kind: str, to: str, name: str, work: Coroutine[Any, Any, Operation]
+    ) -> None:
         judge = self.world.judge
         judge.note(f"operator: {name}")
         try:
@@ -145,12 +165,19 @@ class Life:
             judge.breach(f"{name} raised {error!r}")
         else:
             judge.note(f"operator: {name} -> {answer.state}")
-            if name == "pause" and self.services.is_paused:  # and not unpaused meanwhile
-                judge.is_paused = True
-            elif name.startswith("fence "):  # by the operator's word, it can never act again
-                for proc in self.world.living(name.removeprefix("fence ")):
-                    if proc.state is ProcState.KILLED:
-                        judge.rests(proc)
+            self._answered(kind, to)
+
+    def _answered(self, kind: str, to: str) -> None:
+        """What holds once the operator has the answer."""
+        judge = self.world.judge
+        if kind == "pause" and self.services.is_paused and not self.services.is_stopping:
+            judge.is_paused = True  # and not unpaused meanwhile
+        elif kind == "attest":  # by the operator's word, it can never act again
+            for proc in self.world.living(to):
+                if proc.state is ProcState.KILLED:
+                    judge.rests(proc)
+        elif kind == "fence":
+            judge.breach(f"the fence of {to} was not only explained")
 
 
 class Keeper:
@@ -179,7 +206,11 @@ class Keeper:
 
     async def _next(self, life: Life) -> None:
         judge = self.world.judge
-        if not life.is_gone:
+        if not life.task.cancelled() and (error := life.task.exception()) is not None:
+            judge.breach(f"the supervisor ends with {error!r}")
+        if life.runtime.stop_requested.is_set() and not life.is_gone:
+            check_stopped(self.world, life)
+        elif not life.is_gone:
             self._failed += 1
             if self._failed > _FAILED_STARTS:
                 judge.breach(f"the supervisor has failed to start {self._failed} times")
@@ -189,6 +220,23 @@ class Keeper:
             judge.is_paused = False  # the crash came before the word was on disk
         await asyncio.sleep(_RESTART_S)
         self.life = self._begin()
+
+
+def check_stopped(world: World, life: Life) -> None:
+    """An orderly stop has left nothing behind."""
+    for proc in world.living():
+        if proc.evidence_delay_s is None:
+            world.judge.breach(f"{proc.unit} outlives the stop")
+    if left := sorted(name_of(t) for t in life.tasks if not t.done()):
+        world.judge.breach(f"tasks outlive the stop: {', '.join(left)}")
+    if held := world.open_descriptors(life.machine):
+        world.judge.breach(f"descriptors leak: {sorted(m.kind for _, m in held)}")
+
+
+def name_of(task: asyncio.Task[Any]) -> str:
+    """The function that a task runs."""
+    work = task.get_coro()
+    return getattr(work, "__qualname__", str(work))
 
 
 class Objections(logging.Handler):

@@ -24,7 +24,8 @@ from engines.contract import (
 from engines.native.roles import RoleFacts, check_assume
 from supervisor.runtime.machine import CpuLook
 from tests.sim.fakes import GEOMETRY, MANIFEST, FakeCache, FakeGateway
-from tests.sim.world import Memory, Proc, ProcState, Reply, World
+from tests.sim.proc import Memory, Proc, ProcState, Reply
+from tests.sim.world import World
 
 __all__ = ["FakeEngine"]
 
@@ -53,7 +54,10 @@ class FakeEngine(Proc):
         self.error = ""
         self.is_hung = False
         self.is_starved = False
-        self.answers_wrong = False
+        self.answers_wrong = world.born_wrong[self.unit] > 0
+        if self.answers_wrong:
+            world.born_wrong[self.unit] -= 1
+            self.is_blemished = "born wrong"
         self.is_unhealthy = False
         self.weights: Memory | None = None
         self.kv: list[Memory] = []

@@ -28,7 +28,8 @@ from supervisor.gateway.protocol import (
     Routes,
     RoutesAck,
 )
-from tests.sim.world import Memory, Proc, ProcState, Reply, World
+from tests.sim.proc import Memory, Proc, ProcState, Reply
+from tests.sim.world import World
 
 __all__ = ["GEOMETRY", "MANIFEST", "FakeCache", "FakeGateway", "FakeZygote"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from tests.sim.clock import VirtualTime
-    from tests.sim.world import Proc
+    from tests.sim.proc import Proc
 
 __all__ = ["Judge", "Violation"]
 

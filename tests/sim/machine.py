@@ -22,6 +22,7 @@ from supervisor.process import (
     Marker,
     ProcessGoneError,
     ProcessId,
+    ProcessNotReadableError,
     ProcessTree,
     SpawnError,
 )
@@ -36,7 +37,8 @@ from supervisor.runtime.machine import (
 from tests.sim.connections import FakeClient, FakeHandle, FakeWatch
 from tests.sim.fakeengine import FakeEngine
 from tests.sim.fakes import FakeCache, FakeGateway, FakeZygote
-from tests.sim.world import Proc, ProcState, World
+from tests.sim.proc import Proc, ProcState
+from tests.sim.world import World
 
 __all__ = ["FakeMachine"]
 
@@ -48,8 +50,10 @@ class FakeMachine:
         self.world = world
         self.loop = loop
         self.is_gone = False
+        self.has_descriptors = True  # to open something new; deaths and fences have a reserve
         self.is_stopping: Callable[[], bool] = lambda: False
         self.owns: Callable[[Proc], bool] = lambda _: True
+        self.is_right: Callable[[Proc], bool] = lambda _: True
         self._context = contextvars.copy_context()
 
     def call_soon(self, call: Callable[[], None]) -> None:
@@ -70,6 +74,8 @@ class FakeMachine:
         if self.world.refused_starts > 0:
             self.world.refused_starts -= 1
             raise SpawnError(argv, log_path, OSError(11, "no room for a process"))
+        if not self.has_descriptors:
+            raise SpawnError(argv, log_path, OSError(24, "Too many open files"))
         module, rest = argv[argv.index("-m") + 1], argv[argv.index("-m") + 2 :]
         proc = self._new_process(module, rest, marker, pass_fds)
         assert proc.instance == marker.instance
@@ -98,6 +104,9 @@ class FakeMachine:
         self.check()
         if self.world.procs[process].is_reaped:
             raise ProcessGoneError(process)
+        if not self.has_descriptors:
+            self.world.procs[process].is_blemished = "nobody could open it"
+            raise ProcessNotReadableError(process.pid, OSError(24, "Too many open files"))
         return FakeHandle(self, process, marker)
 
     def watch(
@@ -156,6 +165,9 @@ class FakeMachine:
     ) -> tuple[ControlClient, msgspec.Raw]:
         """See the port."""
         self.check()
+        if not self.has_descriptors:
+            self._blemish_unheard(path.stem)
+            raise OSError(24, "Too many open files")
         proc = self.world.sockets.get(str(path))
         if proc is None:
             raise FileNotFoundError(str(path))
@@ -168,6 +180,12 @@ class FakeMachine:
             client.close()
             raise
         return client, raw
+
+    def _blemish_unheard(self, stem: str) -> None:
+        """A process that nobody can connect to is of no use: it may be ended."""
+        for proc in self.world.living():
+            if stem in (proc.instance, proc.unit):
+                proc.is_blemished = "nobody could connect to it"
 
     async def probe_health(self, path: Path, *, timeout_s: float) -> bool | None:
         """See the port."""
@@ -203,6 +221,7 @@ class FakeMachine:
         if proc.state in (ProcState.RUNNING, ProcState.STOPPED):
             expected = (
                 bool(proc.is_blemished)
+                or not self.is_right(proc)
                 or not self.owns(proc)
                 or self.is_stopping()
                 or proc.unit in self.world.judge.operator_touched

@@ -1,19 +1,28 @@
-"""What a supervisor writes, kept in memory: events, journal, metrics; and one loop of lives.
+"""What a supervisor writes, kept in memory: events, journal, metrics.
 
 The real ones have threads and disks, and tests of their own; here their contract is enough: events
-in order, a journal whose newest state reaches the disk a little later, counters that only count.
+in order, a journal whose newest state reaches the disk a little later (or, on a full disk, once
+that takes it), counters that only count. A damaged journal is read by the real one.
 """
 
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
 
 from supervisor.observe.events import Event, EventLog
-from supervisor.observe.journal import Journal, JournalState
+from supervisor.observe.journal import FILE_NAME, VERSION, Journal, JournalState
 from supervisor.observe.metrics import Metrics
 from tests.sim.clock import VirtualTime
 
 __all__ = ["CountingMetrics", "EventSink", "SimDisk", "SimJournal"]
+
+
+_RETRY_S: Final = 1.0
+_NO_SPACE: Final = "No space left on device"
 
 
 class SimDisk:
@@ -22,6 +31,39 @@ class SimDisk:
     def __init__(self) -> None:
         self.state = JournalState()
         self.events: list[Event] = []
+        self.is_full = False
+        self.damage = ""  # what happened to the journal since it was written
+
+    def load(self) -> JournalState:
+        """What the next supervisor makes of the journal."""
+        damage, self.damage = self.damage, ""
+        if damage:
+            self.state = _read_damaged(self.state, damage)
+        return self.state
+
+
+def _read_damaged(state: JournalState, damage: str) -> JournalState:
+    data = msgspec.json.encode(state)
+    with tempfile.TemporaryDirectory(prefix="sim-journal-") as folder:
+        path = Path(folder) / FILE_NAME
+        match damage:
+            case "corrupt":
+                path.write_bytes(bytes(byte ^ 0xFF for byte in data))
+            case "torn":
+                path.write_bytes(data[: len(data) // 2])
+            case "empty":
+                path.touch()
+            case "foreign":
+                other = msgspec.structs.replace(state, boot_id="another-boot")
+                path.write_bytes(msgspec.json.encode(other))
+            case "future":
+                later = msgspec.structs.replace(state, version=VERSION + 1)
+                path.write_bytes(msgspec.json.encode(later))
+            case "gone":
+                pass
+            case _:
+                raise AssertionError(damage)
+        return Journal(Path(folder)).load()
 
 
 class EventSink(EventLog):
@@ -49,8 +91,8 @@ class EventSink(EventLog):
 
     @property
     def degraded(self) -> str:
-        """Never."""
-        return ""
+        """While the disk is full."""
+        return _NO_SPACE if self._disk.is_full else ""
 
     def of_this_life(self) -> list[Event]:
         """What this supervisor has appended."""
@@ -63,19 +105,25 @@ class SimJournal(Journal):
     def __init__(self, disk: SimDisk, clock: VirtualTime) -> None:
         self._disk = disk
         self._time = clock
+        self._newest = disk.state
         self.is_gone = False
 
     @property
     def degraded(self) -> str:
-        """Never."""
-        return ""
+        """While the disk is full."""
+        return _NO_SPACE if self._disk.is_full else ""
 
     def save(self, state: JournalState) -> None:
         """Write soon; a crash before that loses it."""
+        self._newest = state
         self._time.after(0.004, lambda: self._write(state))
 
     def _write(self, state: JournalState) -> None:
-        if not self.is_gone:
+        if self.is_gone:
+            return
+        if self._disk.is_full:
+            self._time.after(_RETRY_S, lambda: self._write(self._newest))
+        else:
             self._disk.state = state
 
 

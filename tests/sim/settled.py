@@ -7,7 +7,8 @@ from supervisor.core.states import EngineState
 from tests.sim.driver import Life
 from tests.sim.fakeengine import FakeEngine
 from tests.sim.fakes import FakeCache, FakeGateway
-from tests.sim.world import ProcState, World
+from tests.sim.proc import ProcState
+from tests.sim.world import World
 
 __all__ = ["missing_of"]
 
@@ -50,11 +51,14 @@ def _states(life: Life) -> Iterator[str]:
 def _ill(world: World, life: Life) -> Iterator[str]:
     """Nobody who hangs or answers wrongly is kept, unless BLOCKED or without a successor.
 
-    Wrong is what differs from the group's answer. Where the journal was lost together with every
-    engine that knew better, that answer is the serving primary's, whatever it is: no process and
-    no file is left that could tell, and nobody promised to find out.
+    Wrong is what differs from the group's answer. That comes from the journal as long as an engine
+    of the time lives. Where the journal was lost, or everything was stopped (the next start may be
+    one with other weights), the first answer counts, the primary's before others: nobody is left
+    who could tell, and nobody promised to find out.
     """
     group = life.group
+    if group.former_golden not in (None, group.golden) and life.has_adopted_an_engine():
+        yield "the group has forgotten the known answer"
     has_choice = bool(group.standbys) and not group.is_judging_blocked()
     for unit in group.engines:
         proc = world.find(unit.name)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tests.sim.clock import SimLoop, SpinningError, VirtualTime
-from tests.sim.driver import Keeper, Life, Objections
-from tests.sim.schedule import LAST_FAULT_S, Applier, Schedule
+from tests.sim.driver import Keeper, Life, Objections, check_stopped, name_of
+from tests.sim.faults import Applier
+from tests.sim.schedule import LAST_FAULT_S, Schedule
 from tests.sim.settled import missing_of
 from tests.sim.world import World
 
@@ -136,18 +137,15 @@ async def _check_quiet(world: World, keeper: Keeper) -> None:
     """At rest: no task beside the lasting ones, counters equal the events."""
     life = keeper.life
     for _ in range(40):  # calls have deadlines of up to ten seconds
-        extra = sorted(_name(t) for t in life.tasks if not t.done() and _name(t) not in _LASTING)
+        extra = sorted(
+            name_of(t) for t in life.tasks if not t.done() and name_of(t) not in _LASTING
+        )
         if not [e for e in extra if e != "Unit._bury"]:
             break
         await asyncio.sleep(0.37)
     else:
         world.judge.breach(f"tasks that go on at rest: {', '.join(extra)}")
     _check_counters(world, life)
-
-
-def _name(task: asyncio.Task[Any]) -> str:
-    work = task.get_coro()
-    return getattr(work, "__qualname__", str(work))
 
 
 def _check_counters(world: World, life: Life) -> None:
@@ -178,14 +176,8 @@ async def stop_life(world: World, keeper: Keeper) -> None:
         world.judge.breach(f"the stop takes longer than {_STOP_S:g} s")
     elif (error := life.task.exception()) is not None:
         world.judge.breach(f"the stop failed: {error!r}")
-    await asyncio.sleep(0)
-    for proc in world.living():
-        if proc.evidence_delay_s is None:
-            world.judge.breach(f"{proc.unit} outlives the stop")
-    left = sorted(_name(t) for t in life.tasks if not t.done())
-    if done and left:
-        world.judge.breach(f"tasks outlive the stop: {', '.join(left)}")
-    if (held := world.open_descriptors(life.machine)) and done:
-        world.judge.breach(f"descriptors leak: {sorted(m.kind for _, m in held)}")
+    else:
+        await asyncio.sleep(0)
+        check_stopped(world, life)
     life.kill()
     await life.gone()

@@ -1,12 +1,19 @@
 """Stories about the lives of processes, and about supervisors that follow one another quickly."""
 
 import asyncio
+import re
+from dataclasses import replace
+from typing import Final
 
 import pytest
 
 from tests.sim.fakes import FakeZygote
+from tests.sim.schedule import Step, draw
 from tests.sim.shapes import Shape
-from tests.sim.test_stories import Stage, play
+from tests.sim.simulate import simulate
+from tests.sim.stage import Stage, play
+
+_INSTANCE: Final = re.compile(r"-[0-9a-f]{8}\b|\bpid \d+")
 
 
 def test_a_zygote_that_needs_long_to_fail_is_given_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,3 +63,37 @@ def test_a_pause_during_adoption_forgets_nothing_of_what_was_saved() -> None:
         assert stage.group.engine("batch").state == "evicted"
 
     play(story, shape=Shape())
+
+
+def test_a_worker_that_nobody_can_connect_to_is_ended_at_once() -> None:
+    """It would take connections and have no routes for them."""
+
+    async def story(stage: Stage) -> None:
+        stage.engine("gateway-0").is_blemished = "kill"
+        stage.engine("gateway-0").kill()
+        await stage.until(lambda: stage.world.births["gateway-0"] == 2, "a worker", within_s=2)
+        machine = stage.keeper.life.machine
+        machine.has_descriptors = False
+        await asyncio.sleep(0.5)
+        assert stage.world.births["gateway-0"] == 2, "the next one is refused meanwhile"
+        assert not stage.world.living("gateway-0"), "it accepts connections, and knows no route"
+        machine.has_descriptors = True
+        await stage.whole()
+
+    play(story)
+
+
+@pytest.mark.parametrize("seed", [3, 17, 29])
+def test_the_wall_clock_decides_nothing(seed: int) -> None:
+    """Set to anything at any time it changes no step of what happens."""
+
+    def told(jump_s: float) -> list[str]:
+        jumps = (Step(at_s, "clock_jump", "", jump_s) for at_s in (0.1, 2.6, 3.1, 7.0))
+        drawn = draw(seed)
+        steps = sorted((*drawn.steps, *jumps), key=lambda step: step.at_s)
+        outcome = simulate(replace(drawn, steps=tuple(steps)))
+        assert not outcome.violations
+        return [_INSTANCE.sub("", h) for h in outcome.history if "clock_jump" not in h]
+
+    assert told(86400.0) == told(0.0)
+    assert told(-9e8) == told(0.0)

@@ -39,7 +39,8 @@ SEEDS: Final[dict[str, Schedule]] = {
         339, Step(3.3681, "crash"), Step(3.4963, "wrong", "a", 0.6), shape=_FULL
     ),
     "without_a_journal_the_primary_sets_the_answer": _schedule(
-        10844, Step(2.5121, "wrong", "standby", 0.2), Step(2.5357, "lost_journal"), heals=True
+        10844, Step(2.5121, "wrong", "standby", 0.2), Step(2.5357, "damage", verb="gone"),
+        heals=True,
     ),
     "an_order_that_a_dead_supervisor_left_unread_is_known_after_adoption": _schedule(
         20085, Step(0.126, "stop_on", "a", 0.5, "assume", "before"), Step(2.169, "crash"),
