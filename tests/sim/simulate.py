@@ -112,9 +112,9 @@ async def _play(world: World, keeper: Keeper, schedule: Schedule) -> None:
 
 
 async def _a_supervisor(keeper: Keeper) -> None:
-    """The next one, when one has just been killed."""
-    for _ in range(100):
-        if not keeper.life.is_gone and not keeper.life.task.done():
+    """The next one, when one has just been killed, or is being stopped."""
+    for _ in range(600):
+        if not keeper.life.services.is_stopping and not keeper.life.task.done():
             return
         await asyncio.sleep(0.1)
 
