@@ -3,10 +3,10 @@
 import argparse
 import sys
 
-from tests.sim.campaign import run
+from tests.sim.campaign import Campaign, run
 from tests.sim.schedule import draw
 from tests.sim.shrink import report, shrink
-from tests.sim.simulate import simulate
+from tests.sim.simulate import Outcome, simulate
 
 
 def main() -> int:
@@ -20,14 +20,19 @@ def main() -> int:
     if options.history:
         print(report(simulate(draw(options.seed))))
         return 0
+
+    def is_over(_: Campaign, outcome: Outcome) -> bool:
+        if outcome.violations and options.keep_going:
+            print(f"seed {outcome.schedule.seed}: {'; '.join(outcome.violations)}", flush=True)
+        return bool(outcome.violations) and not options.keep_going
+
     campaign, last = run(
         range(options.seed, options.seed + options.schedules),
-        first_seed=options.seed,
-        is_over=lambda _, outcome: bool(outcome.violations) and not options.keep_going,
-    )
+        first_seed=options.seed, is_over=is_over,
+    )  # fmt: skip
     print(campaign)
-    for violation, seeds in sorted(campaign.failures.items(), key=lambda item: -len(item[1])):
-        print(f"{len(seeds):5d} x  {violation[:300]}  seeds {seeds[:4]}")
+    for kind, seeds in sorted(campaign.failures.items(), key=lambda item: -len(item[1])):
+        print(f"{len(seeds):5d} x  {kind}  seeds {seeds[:4]}")
     if campaign.failures and last is not None and not options.keep_going:
         print(report(shrink(last)))
     return 1 if campaign.failures else 0

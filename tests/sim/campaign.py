@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tests.sim.schedule import draw
+from tests.sim.shrink import command_of, kind_of
 from tests.sim.simulate import Outcome, simulate
 
 __all__ = ["Campaign", "run"]
@@ -20,7 +21,7 @@ class Campaign:
     took_s: float = 0.0
     virtual_s: float = 0.0
     promotions: int = 0
-    failures: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    failures: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # by kind
 
     def __str__(self) -> str:
         rate = self.schedules / self.took_s * 60 if self.took_s else 0.0
@@ -41,13 +42,17 @@ def run(
     campaign, outcome = Campaign(first_seed), None
     begun_s = time.monotonic()
     for seed in seeds:
-        outcome = simulate(draw(seed))
+        try:
+            outcome = simulate(draw(seed))
+        except BaseException as error:  # an interrupt and a timeout of the test runner too
+            error.add_note(f"in the schedule of seed {seed}; to repeat it: {command_of(seed)}")
+            raise
         campaign.schedules += 1
         campaign.virtual_s += outcome.virtual_s
         campaign.promotions += outcome.promotions
         campaign.took_s = time.monotonic() - begun_s
         for violation in outcome.violations:
-            campaign.failures[violation].append(seed)
+            campaign.failures[kind_of(violation)].append(seed)
         if is_over(campaign, outcome):
             break
     return campaign, outcome
