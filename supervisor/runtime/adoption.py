@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from signal import SIGCONT, SIGSTOP
 from typing import TYPE_CHECKING, Final
 
-from cache.errors import UnderstudyError
+from cache.errors import DescriptorLimitError, UnderstudyError
 from supervisor.core.states import EngineState, Facts, StateEvent
+from supervisor.process import ProcessNotReadableError
 from supervisor.runtime.machine import LeftBehind
 from supervisor.runtime.strays import unit_name
 from supervisor.runtime.unit import Unit
@@ -35,6 +36,8 @@ __all__ = ["Adoption", "adopt"]
 log = logging.getLogger(__name__)
 
 _ANSWER_S: Final = 2.0
+_REFUSED_S: Final = 10.0  # by the machine: no descriptor is left, perhaps for a moment only
+_RETRY_S: Final = 0.1
 
 
 @dataclass
@@ -82,14 +85,29 @@ async def _take(
         # A stopped process can neither answer nor be judged.
         services.machine.signal(left.process, SIGCONT)
     try:
-        unit.take(left.process, left.instance)
-        await runtime.join(unit, timeout_s=_ANSWER_S)
-    except UnderstudyError as error:
+        await _take_over(runtime, unit, left)
+    except (UnderstudyError, OSError) as error:
         log.warning("%s does not answer: %s", left.instance, error)
         unit.emit("not_adopted", f"{unit.name} does not answer: {error}", pid=left.process.pid)
         return
     outcome.adopted.append(left.instance)
     unit.emit("adopted", f"{unit.name} was adopted", pid=left.process.pid, instance=left.instance)
+
+
+async def _take_over(runtime: "SupervisorRuntime", unit: Unit, left: LeftBehind) -> None:
+    """Own it and connect to it. What the machine refuses us is not its fault: asked again."""
+    deadline = runtime.services.patience.deadline(_REFUSED_S)
+    while True:
+        try:
+            unit.take(left.process, left.instance)
+            await runtime.join(unit, timeout_s=_ANSWER_S)
+        except (OSError, ProcessNotReadableError, DescriptorLimitError) as error:
+            if deadline.has_passed:
+                raise
+            log.warning("%s cannot be adopted yet: %s", left.instance, error)
+            await asyncio.sleep(_RETRY_S)
+        else:
+            return
 
 
 async def _settle_roles(group: "GroupRuntime", outcome: Adoption) -> None:

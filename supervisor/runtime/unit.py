@@ -247,16 +247,22 @@ class Unit:
     def take(self, process: ProcessId, instance: str) -> None:
         """Take over a process that exists: a fork of the zygote, or one left by a dead supervisor.
 
+        May be repeated when the machine refused a part of it.
+
         Raises:
             ProcessGoneError: it is gone already.
+            ProcessNotReadableError: no descriptor is left.
         """
         self.instance = instance
-        self._own(self.services.machine.adopt(process, self.marker()))
+        self._own(self.handle or self.services.machine.adopt(process, self.marker()))
 
     def _own(self, handle: Handle) -> None:
         self.handle = handle
         self.services.owned_pids.add(handle.process.pid)
         self._stop_changed.clear()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
         self._watch = self.services.machine.watch(
             handle.process, self._on_dead, self._stop_changed.set
         )
@@ -281,6 +287,9 @@ class Unit:
             DeadlineExceededError: no socket, or no answer, in time.
         """
         hello = Hello(protocol, version, instance="supervisor", role="supervisor")
+        if self.client is not None:  # a join that was cut short
+            self.client.close()
+            self.client = None
         try:
             async with self.services.patience.within(timeout_s):
                 while True:

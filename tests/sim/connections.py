@@ -54,6 +54,7 @@ class FakeClient:
         self._pending: set[asyncio.Future[tuple[msgspec.Raw, list[int]]]] = set()
         self._last_there_ns = self._last_back_ns = 0
         proc.connections.append(self)
+        proc.was_connected = True
 
     async def call(
         self, verb: str, params: object = None, *, fds: Sequence[int] = (), timeout_s: float

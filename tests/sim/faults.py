@@ -154,12 +154,11 @@ class Applier:
         self._world.refused_starts += int(step.amount)
 
     def _no_descriptors(self, step: Step) -> None:
-        """The supervisor can open nothing new; what it needs to see deaths and fence is kept."""
-        machine = self._keeper.life.machine
-        machine.has_descriptors = False
+        """A supervisor can open nothing new; what it needs to see deaths and fence is kept."""
+        self._world.has_descriptors = False
 
         def relax() -> None:
-            machine.has_descriptors = True
+            self._world.has_descriptors = True
 
         self._world.clock.after(step.amount, relax)
 
@@ -219,7 +218,7 @@ class Applier:
         world.doomed.clear()
         world.born_wrong.clear()
         self._keeper.disk.is_full = False
-        self._keeper.life.machine.has_descriptors = True
+        world.has_descriptors = True
         world.failing_forks = world.failing_loads = world.refused_starts = 0
         world.pressure = 0
         for proc in world.living():

@@ -50,7 +50,6 @@ class FakeMachine:
         self.world = world
         self.loop = loop
         self.is_gone = False
-        self.has_descriptors = True  # to open something new; deaths and fences have a reserve
         self.is_stopping: Callable[[], bool] = lambda: False
         self.owns: Callable[[Proc], bool] = lambda _: True
         self.is_right: Callable[[Proc], bool] = lambda _: True
@@ -74,7 +73,7 @@ class FakeMachine:
         if self.world.refused_starts > 0:
             self.world.refused_starts -= 1
             raise SpawnError(argv, log_path, OSError(11, "no room for a process"))
-        if not self.has_descriptors:
+        if not self.world.has_descriptors:
             raise SpawnError(argv, log_path, OSError(24, "Too many open files"))
         module, rest = argv[argv.index("-m") + 1], argv[argv.index("-m") + 2 :]
         proc = self._new_process(module, rest, marker, pass_fds)
@@ -104,8 +103,8 @@ class FakeMachine:
         self.check()
         if self.world.procs[process].is_reaped:
             raise ProcessGoneError(process)
-        if not self.has_descriptors:
-            self.world.procs[process].is_blemished = "nobody could open it"
+        if not self.world.has_descriptors:
+            self._blemish_unheard(self.world.procs[process].instance)
             raise ProcessNotReadableError(process.pid, OSError(24, "Too many open files"))
         return FakeHandle(self, process, marker)
 
@@ -165,7 +164,7 @@ class FakeMachine:
     ) -> tuple[ControlClient, msgspec.Raw]:
         """See the port."""
         self.check()
-        if not self.has_descriptors:
+        if not self.world.has_descriptors:
             self._blemish_unheard(path.stem)
             raise OSError(24, "Too many open files")
         proc = self.world.sockets.get(str(path))
@@ -182,9 +181,9 @@ class FakeMachine:
         return client, raw
 
     def _blemish_unheard(self, stem: str) -> None:
-        """A process that nobody can connect to is of no use: it may be ended."""
+        """A start that nobody can hear of is a failed one; what has come up is to be kept."""
         for proc in self.world.living():
-            if stem in (proc.instance, proc.unit):
+            if stem in (proc.instance, proc.unit) and not proc.was_connected:
                 proc.is_blemished = "nobody could connect to it"
 
     async def probe_health(self, path: Path, *, timeout_s: float) -> bool | None:

@@ -69,6 +69,7 @@ class Proc:
         self.delay_ns = 0  # on run queues, before that
         self.lose_answers = 0  # so many requests are read and never answered
         self.connections: list[FakeClient] = []
+        self.was_connected = False
         self.watches: list[FakeWatch] = []
         self.on_dead: list[Callable[[], None]] = []
         self.on_reaped: list[Callable[[], None]] = []

@@ -72,15 +72,30 @@ def test_a_worker_that_nobody_can_connect_to_is_ended_at_once() -> None:
         stage.engine("gateway-0").is_blemished = "kill"
         stage.engine("gateway-0").kill()
         await stage.until(lambda: stage.world.births["gateway-0"] == 2, "a worker", within_s=2)
-        machine = stage.keeper.life.machine
-        machine.has_descriptors = False
+        stage.world.has_descriptors = False
         await asyncio.sleep(0.5)
         assert stage.world.births["gateway-0"] == 2, "the next one is refused meanwhile"
         assert not stage.world.living("gateway-0"), "it accepts connections, and knows no route"
-        machine.has_descriptors = True
+        stage.world.has_descriptors = True
         await stage.whole()
 
     play(story)
+
+
+def test_a_supervisor_that_finds_no_descriptor_adopts_as_soon_as_it_has_some() -> None:
+    async def story(stage: Stage) -> None:
+        alive = {p.instance for p in stage.world.living()}
+        first = stage.keeper.life
+        stage.world.has_descriptors = False
+        first.kill()
+        await asyncio.sleep(3)
+        assert stage.keeper.life is not first
+        assert not stage.group.is_open
+        stage.world.has_descriptors = True
+        await stage.whole(within_s=1)
+        assert {p.instance for p in stage.world.living()} == alive
+
+    play(story, shape=Shape(workers=2))
 
 
 @pytest.mark.parametrize("seed", [3, 17, 29])

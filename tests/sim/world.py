@@ -51,6 +51,7 @@ class World:
         self.failing_forks = 0
         self.failing_loads = 0
         self.refused_starts = 0  # so often the machine has no room for a process
+        self.has_descriptors = True  # to open something new; deaths and fences have a reserve
         self.has_load = True
         self.pressure = 0
         self.source_fd = os.memfd_create("sim")
