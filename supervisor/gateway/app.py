@@ -85,6 +85,7 @@ class Worker:
             loop_lag_s=self._lag_s,
             groups=self._counters.snapshot(),
             draining=self.is_draining,
+            tasks=len(asyncio.all_tasks()),
         )
 
     def apply_routes(self, routes: Routes) -> int:

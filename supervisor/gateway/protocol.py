@@ -160,3 +160,4 @@ class GatewayStatus(msgspec.Struct, frozen=True):
     loop_lag_s: float
     groups: list[GroupCounters] = []
     draining: bool = False
+    tasks: int = 0  # unfinished ones of its event loop

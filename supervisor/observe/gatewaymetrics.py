@@ -109,17 +109,19 @@ class GatewayCollector(Collector):
     def _worker_gauges(self, workers: dict[str, _Worker]) -> Iterator[Metric]:
         up = _gauge("up", "1 while the worker's process lives and reports.", "worker")
         connections = _gauge("connections", "Client connections.", "worker")
+        tasks = _gauge("tasks", "Unfinished tasks of the worker's event loop.", "worker")
         lag = _gauge("loop_lag_seconds", "How late the worker's event loop runs.", "worker")
         epoch = _gauge("epoch", "Epoch of the route in force.", "worker", "group")
         for name, worker in workers.items():
             live = worker.status if worker.is_up else None
             up.add_metric([name], float(worker.is_up))
             connections.add_metric([name], live.connections if live else 0)
+            tasks.add_metric([name], live.tasks if live else 0)
             lag.add_metric([name], live.loop_lag_s if live else 0)
             epochs = dict.fromkeys(self._groups, 0) | (live.epochs if live else {})
             for group, value in epochs.items():
                 epoch.add_metric([name, group], value)
-        yield from (up, connections, lag, epoch)
+        yield from (up, connections, tasks, lag, epoch)
 
 
 _Rows = list[tuple[str, bool, GroupCounters]]

@@ -12,7 +12,7 @@ Longer than most files here: a name, its method and its zeros are found in one p
 
 import platform
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import (
@@ -67,6 +67,7 @@ class Metrics:
         self._events: EventLog | None = None
         self._journal: Journal | None = None
         self._lag: LoopLag | None = None
+        self._count_tasks: Callable[[], int] = lambda: 0
         self._look_lock = threading.Lock()
         self._make_group_families()
         self._make_engine_families()
@@ -232,11 +233,13 @@ class Metrics:
         events: EventLog | None = None,
         journal: Journal | None = None,
         loop_lag: LoopLag | None = None,
+        count_tasks: Callable[[], int] | None = None,
     ) -> None:
-        """Look at these at every scrape: whether they reach the disk, and how late the loop is."""
+        """Look at these at every scrape: whether they reach the disk, how the event loop does."""
         self._events = events or self._events
         self._journal = journal or self._journal
         self._lag = loop_lag or self._lag
+        self._count_tasks = count_tasks or self._count_tasks
 
     def admin_request(self, method: str, route: str, status: int, seconds: float) -> None:
         """One answered request of the admin API; `route` is a template, never a path."""
@@ -260,6 +263,7 @@ class Metrics:
             if self._lag is not None:
                 self._loop_lag.set(self._lag.max_lag_s)
                 self._loop_stalls.raise_to(self._lag.stalls)
+            self._tasks.set(self._count_tasks())
 
     # --------------------------------------------------------------- families
 
@@ -370,6 +374,11 @@ class Metrics:
         self._loop_lag = Gauge(
             "understudy_loop_lag_seconds",
             "Largest lag of the supervisor's event loop within the last minute.",
+            registry=self.registry,
+        )
+        self._tasks = Gauge(
+            "understudy_tasks",
+            "Unfinished tasks of the supervisor's event loop; a rising floor is a leak.",
             registry=self.registry,
         )
         self._loop_stalls = _Total(

@@ -71,7 +71,11 @@ class SupervisorRuntime:
         self.admin_address = ""
         topology = services.topology
         services.is_paused = state.paused
-        services.metrics.watch(events=services.events, journal=journal, loop_lag=lag)
+        loop = asyncio.get_running_loop()
+        services.metrics.watch(
+            events=services.events, journal=journal, loop_lag=lag,
+            count_tasks=lambda: len(asyncio.all_tasks(loop)),
+        )  # fmt: skip
         self.fleet = GatewayFleet(
             services,
             topology.gateway,

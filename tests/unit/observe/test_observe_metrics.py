@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -61,6 +62,17 @@ def status(instance: str, **counters: Any) -> GatewayStatus:
         instance=instance, pid=7, sequence=1, epochs={"chat": 2}, connections=3, loop_lag_s=0.001,
         groups=[GroupCounters(model="chat", **counters)],
     )  # fmt: skip
+
+
+def test_unfinished_tasks_are_counted_at_each_scrape(metrics: Metrics) -> None:
+    counts = iter((3, 5))
+    metrics.watch(count_tasks=lambda: next(counts))
+    assert value(metrics, "understudy_tasks") == 3
+    assert value(metrics, "understudy_tasks") == 5
+    metrics.watch(count_tasks=lambda: 0)
+    report = msgspec.structs.replace(status("gateway-0-a"), tasks=7)
+    metrics.set_gateway("gateway-0", report)
+    assert value(metrics, "understudy_gateway_tasks", worker="gateway-0") == 7
 
 
 def test_the_first_scrape_has_zeros_for_every_name(metrics: Metrics) -> None:
