@@ -34,6 +34,7 @@ _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 _MADV_POPULATE_READ: Final = 22
 _MADV_POPULATE_WRITE: Final = 23
+_MADV_DONTDUMP: Final = 16
 _FAILED: Final = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -91,6 +92,10 @@ class Mapping:
         if self.tail_bytes:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
             _map(position, self.tail_bytes, _prot(writable=True), flags)
+        # Memfds count as anonymous shared memory, which the kernel dumps by default: the dump of
+        # a crashed engine would hold the whole weights and the text of every user.
+        if _libc.madvise(self.address, self.size_bytes, _MADV_DONTDUMP):
+            raise _refused("keeping core dumps out of", self.size_bytes)
 
     def protect(self, *, writable: bool) -> None:
         """Raise the shared part to read-write, or drop it to read-only.

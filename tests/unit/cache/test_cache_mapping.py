@@ -1,6 +1,7 @@
 """Mapping extents in a row, raising and dropping protection, and who dies of a write."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,6 +45,26 @@ def test_extents_lie_in_a_row_and_a_tensor_may_cross_them(
         border = sizes[0]
         assert bytes(view[border - 2 : border + 2]) == b"\x01\x01\x02\x02"
         assert view[-1] == 3
+
+
+def test_no_core_dump_holds_what_is_mapped(extents: tuple[list[int], list[int]]) -> None:
+    fds, sizes = extents
+    with Mapping(fds, sizes, tail_bytes=PAGE_BYTES) as mapping:
+        assert flags_of(mapping) == {"dd"}
+        mapping.protect(writable=True)
+        assert flags_of(mapping) == {"dd"}, "also after a promotion"
+
+
+def flags_of(mapping: Mapping) -> set[str]:
+    """`dd` (do not dump) of every area inside the mapping, or `-`."""
+    found, is_inside = set(), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            start = int(match[1], 16)
+            is_inside = mapping.address <= start < mapping.address + mapping.size_bytes
+        elif is_inside and line.startswith("VmFlags:"):
+            found.add("dd" if "dd" in line.split() else "-")
+    return found
 
 
 def test_the_tail_is_private_zero_filled_and_writable_while_the_rest_is_not(
