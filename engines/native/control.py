@@ -58,6 +58,9 @@ class EngineHost(Protocol):
     def descriptors(self) -> tuple[Descriptors, list[int]]:
         """What a donation needs."""
 
+    def tear_streams(self) -> None:
+        """A fault on order: end every stream's connection in the middle of a frame."""
+
     def request_shutdown(self) -> None:
         """Leave in order."""
 
@@ -138,6 +141,8 @@ class ControlServer:
         pause_s = self._host.faults.inject(order)
         if order.action == "device_error":
             self._started().scheduler.post(BreakDevice())
+        if order.action == "tear_streams":
+            self._host.tear_streams()
         if pause_s:
             self._started().scheduler.post(Pause(pause_s))
         return None, ()

@@ -9,6 +9,7 @@ exit            the process ends at once with `status`, without a word to anybod
 ignore_sigterm  SIGTERM is ignored from now on
 wrong_answer    the canary answers wrongly for `duration_s`
 unhealthy       `/health` answers 503 for `duration_s`
+tear_streams    every stream's connection ends in the middle of a frame, without a last one
 device_error    the GPU reports an error that its context does not survive (nothing on the CPU)
 slow_health     `/health` answers `delay_s` late for `duration_s`
 write_weights   a byte is stored into a mapped weight, as a bug might do it; host memory only
@@ -48,6 +49,7 @@ class InjectFault(msgspec.Struct, frozen=True):
         "unhealthy",
         "slow_health",
         "device_error",
+        "tear_streams",
         "write_weights",
     ]
     duration_s: float = 0.0
@@ -81,8 +83,8 @@ class Faults:
                 ctypes.memset(_weights_address(), 0, 1)
             case "wrong_answer" | "unhealthy":
                 pass  # looked up when the next question comes
-            case "device_error":
-                pass  # the model thread's to do
+            case "device_error" | "tear_streams":
+                pass  # the model thread's to do, and the generation socket's
             case _:
                 assert_never(order.action)
         return 0.0

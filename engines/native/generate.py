@@ -160,6 +160,13 @@ class _Connection:
 
     # ------------------------------------------------------------------ closing
 
+    def tear(self) -> None:
+        """End in the middle of a frame, as a broken engine or proxy does (fault on order)."""
+        if not self._unsent and not self._is_writing:
+            with contextlib.suppress(OSError):
+                self._sock.send(_length.pack(1000) + b'{"type"', socket.MSG_NOSIGNAL)
+        self._gone(is_cancelled=False)
+
     def _gone(self, *, is_cancelled: bool) -> None:
         if not self.is_closed:
             self.close()
@@ -263,6 +270,11 @@ class GenerateServer:
             connection.send(failure, is_last=True)
             return
         self._scheduler.post(Submit(request, connection.port))
+
+    def tear(self) -> None:
+        """Only for chaos tests: see `engines.native.faults`."""
+        for connection in list(self._by_port.values()):
+            connection.tear()
 
     def maybe_wake(self, port: StreamPort) -> None:
         """A paused row may go on once its gateway has read enough."""

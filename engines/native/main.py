@@ -154,6 +154,11 @@ class EngineProcess:
             fds += [*started.kv.fds, started.kv.table_fd]
         return Descriptors(started.weights.manifest, self._spec.load, kv), fds
 
+    def tear_streams(self) -> None:
+        """Only for chaos tests: see `engines.native.faults`."""
+        if self._generate is not None:
+            self._generate.tear()
+
     def request_shutdown(self) -> None:
         """Leave in order, as soon as the loop turns."""
         self._end(0)
