@@ -348,6 +348,8 @@ class GroupRuntime:
         return await self.wait_until(lambda: not self._is_acting(), timeout_s=timeout_s)
 
     def _is_acting(self) -> bool:
+        if not self.is_open:
+            return True  # what was found is still looked at, which thaws and freezes
         fences = any(key == "recovery" or key.startswith("fence ") for key in self._chores)
         return self.lock.locked() or fences or any(e.is_forking for e in self.engines)
 

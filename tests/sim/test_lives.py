@@ -44,8 +44,9 @@ def test_a_pause_during_adoption_forgets_nothing_of_what_was_saved() -> None:
         first = stage.keeper.life
         await stage.until(lambda: stage.keeper.life is not first, "the second life", within_s=5)
         assert not stage.group.is_open
-        await stage.order(stage.keeper.life.controller.pause())
+        pausing = stage.keeper.life.create_task(stage.keeper.life.controller.pause())
         await asyncio.sleep(0.005)  # it is on disk, and nothing was adopted yet
+        assert not pausing.done(), "what was found is still looked at"
         assert not stage.group.is_open
         saved = stage.keeper.disk.state
         assert saved.paused

@@ -69,6 +69,10 @@ SEEDS: Final[dict[str, Schedule]] = {
     "pause_waits_for_the_switchover_under_way": _schedule(
         31, Step(2.5116, "promote", "b"), Step(2.5116, "pause"), heals=True
     ),
+    "pause_waits_until_what_was_found_is_adopted": _schedule(
+        42030, Step(2.6005, "freeze", "batch"), Step(3.971, "unkillable", "b", -1.0),
+        Step(4.7504, "crash"), Step(5.2499, "pause"), shape=_FULL, heals=True,
+    ),
     "a_start_that_fails_while_paused_ends_nothing": _schedule(
         3377, Step(0.0268, "pause"), Step(0.0534, "kill_on", "", 0.5, "attach", "before")
     ),
