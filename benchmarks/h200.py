@@ -186,7 +186,7 @@ class Run:
                 sys.stdout.write(f"{model}: whole {ready_s:.1f} s after the start\n")
                 yield Situation(system, self.card, requests, config, folder, empty_mib)
         finally:
-            keep_logs(home, self.book.folder / f"logs-{model}.txt")
+            keep_logs(home, self.book.folder / f"logs-{home.name}.txt")
 
     def all(self) -> None:
         """Everything, the most valuable first."""

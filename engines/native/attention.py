@@ -8,6 +8,7 @@ WARNING: bits depend on the kernel. `scaled_dot_product_attention` is proven at 
 on the CPU for one thread; changing the call, the mask's dtype or the layout needs that proof.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -49,6 +50,7 @@ class StepInputs:
     kv: KvMemoryView
     rows: torch.Tensor  # [layers, 2, written rows]
     attends: SlotWindow | RowPasts
+    before_layer: Callable[[], None] | None = None  # may raise, to give the step up
 
 
 def slot_attention(  # noqa: PLR0917 - the library calls it by position
@@ -65,6 +67,8 @@ def slot_attention(  # noqa: PLR0917 - the library calls it by position
 ) -> tuple[torch.Tensor, None]:
     """Write the new keys and values, attend. `[batch, heads, tokens, head_dim]` in and out."""
     step = understudy_step
+    if step.before_layer is not None:
+        step.before_layer()
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     flat, head_dim = step.kv.flat, key.shape[-1]
     flat.index_copy_(0, step.rows[layer, 0], key.reshape(-1, head_dim))

@@ -7,6 +7,9 @@ the same time.
 
 Capturing computes nothing, so a standby captures against KV memory that it may only read; the one
 step before it, which loads kernels and makes attention plans, runs with no row active.
+
+A capture takes some 80 ms for 32 layers. The step that is captured may raise
+`CaptureAbandonedError` between two layers, when something more urgent came: nothing is kept then.
 """
 
 from collections.abc import Callable
@@ -18,11 +21,15 @@ import torch
 from engines.native.kv import KvMemoryView
 from engines.native.logits import summarise
 
-__all__ = ["StepGraphs", "StepKind"]
+__all__ = ["CaptureAbandonedError", "StepGraphs", "StepKind"]
 
 StepKind = Literal["decode", "prefill"]
 _ERROR_MODE: Final = "thread_local"
 """Other threads of the process may ask the driver something during a capture."""
+
+
+class CaptureAbandonedError(Exception):
+    """Something more urgent came: the capture can be made again later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,11 @@ class StepGraphs:
         rehearse: Callable[[], object],
         step: Callable[[], torch.Tensor],
     ) -> None:
-        """Capture `step`, which gives float32 logits, after one `rehearse`."""
+        """Capture `step`, which gives float32 logits, after one `rehearse`.
+
+        Raises:
+            CaptureAbandonedError: `step` gave up; as if it had never been begun.
+        """
         results = self._results[kind]
         rehearse()
         torch.cuda.current_stream().synchronize()

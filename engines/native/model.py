@@ -29,7 +29,7 @@ from engines.native.attention import RowPasts, SlotWindow, StepInputs
 from engines.native.binding import bind
 from engines.native.device import HOST, Device, InputBuffer
 from engines.native.experts import ExpertsMode, experts_mode
-from engines.native.graphs import StepGraphs, StepKind
+from engines.native.graphs import CaptureAbandonedError, StepGraphs, StepKind
 from engines.native.kv import KvMemoryView
 from engines.native.logits import Choice, DeviceChooser, DeviceLogits, HostLogits, Logits
 from engines.native.skeleton import Skeleton
@@ -96,6 +96,7 @@ class SlotModel:
         self._zero = torch.zeros((), dtype=dtype, device=where)
         self._hidden = torch.full((), hidden, dtype=dtype, device=where)
         self._graphs: StepGraphs | None = None
+        self._before_layer: Callable[[], None] | None = None
         if device.is_cuda:
             from engines.native.decode_attention import DecodeAttention
 
@@ -179,14 +180,30 @@ class SlotModel:
 
     # ------------------------------------------------------------------ graphs
 
-    def capture_next(self, kv: KvMemoryView) -> bool:
-        """Capture one more step, the most useful first; False when there is none left."""
+    def capture_next(
+        self, kv: KvMemoryView, *, is_wanted_elsewhere: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Capture one more step, the most useful first; False when there is none left.
+
+        Gives up between two layers once `is_wanted_elsewhere`; the next call begins it anew.
+        """
         if self._graphs is None:
             return False
+
+        def give_way() -> None:
+            if is_wanted_elsewhere():
+                raise CaptureAbandonedError
+
         full = kv.geometry.max_length
-        return self.capture_once("decode", kv, full) or any(
-            self.capture_once("prefill", kv, length) for length in attended_lengths(full)
-        )
+        self._before_layer = give_way
+        try:
+            return self.capture_once("decode", kv, full) or any(
+                self.capture_once("prefill", kv, length) for length in attended_lengths(full)
+            )
+        except CaptureAbandonedError:
+            return True
+        finally:
+            self._before_layer = None
 
     def capture_once(self, kind: StepKind, kv: KvMemoryView, attended: int) -> bool:
         """Capture one step, with no row active; False when it is captured already."""
@@ -238,7 +255,8 @@ class SlotModel:
         else:
             mask = self._mask(positions, attended)[:, None, None, :]
             attends = SlotWindow(None, attended, mask)
-        step = StepInputs(kv, kv.decode_rows(positions, active != 0), attends)
+        rows = kv.decode_rows(positions, active != 0)
+        step = StepInputs(kv, rows, attends, self._before_layer)
         with experts_mode(self.decode_experts):
             return self._forward(ids[:, None], positions[:, None], step)[:, 0]
 
@@ -252,7 +270,7 @@ class SlotModel:
             attended,
             self._mask(positions, attended)[None, None],
         )
-        step = StepInputs(kv, kv.chunk_rows(slot, start, count), attends)
+        step = StepInputs(kv, kv.chunk_rows(slot, start, count), attends, self._before_layer)
         # Padding behind the last slot position would index the rotary table out of range.
         positions = positions.clamp(max=kv.geometry.max_length - 1)[None]
         last = (words[_COUNT : _COUNT + 1] - 1).clamp(min=0)

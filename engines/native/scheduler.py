@@ -65,7 +65,8 @@ _NOT_SERVING: Final = GenerateError(
 
 
 _CAPTURE_DELAY_S: Final = 5.0
-"""Quiet time of a new standby."""
+"""Quiet time behind the start and behind every change of role: a capture keeps this engine and the
+card busy for some 100 ms, just when a takeover needs both."""
 _MEMORY_INTERVAL_S: Final = 5.0
 _SETTLE_POLL_S: Final = 0.005
 """How often requests that wait for the end of a fenced predecessor look for it."""
@@ -112,6 +113,7 @@ class Scheduler:
         self._look_at_memory_s = 0.0
         self._may_capture = model.device.is_cuda
         self._capture_from_s = time.monotonic() + _CAPTURE_DELAY_S
+        self._promoted_s: float | None = None  # until the first step behind it
         self.role: Role = "none"  # read by the event loop, written here
         self.epoch = 0
 
@@ -183,14 +185,15 @@ class Scheduler:
     def _capture_one(self) -> bool:
         """Nothing to do: capture one more graph, unless all are, or an order has just come.
 
-        A standby begins late: captures are pauses, and one that has just come up is the most
-        likely to be needed at once.
+        Not soon after a change of role, nor while a row waits for its gateway to come back.
         """
         if not self._may_capture or not self._inbox.empty():
             return False
-        if self.role == "standby" and time.monotonic() < self._capture_from_s:
+        if time.monotonic() < self._capture_from_s or self._keeper.in_state(RowState.PARKED):
             return False
-        self._may_capture = self._model.capture_next(self._memory.kv)
+        self._may_capture = self._model.capture_next(
+            self._memory.kv, is_wanted_elsewhere=lambda: not self._inbox.empty()
+        )
         return self._may_capture
 
     def _has_work(self) -> bool:
@@ -204,7 +207,7 @@ class Scheduler:
     def _idle_timeout_s(self) -> float | None:
         deadline_s = self._keeper.next_deadline_s()
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-        if self._may_capture and self.role == "standby":
+        if self._may_capture and not self._keeper.in_state(RowState.PARKED):
             quiet_s = max(0.0, self._capture_from_s - time.monotonic())
             left_s = quiet_s if left_s is None else min(left_s, quiet_s)
         if self._waiting and not self._keeper.is_settled:
@@ -237,6 +240,8 @@ class Scheduler:
             self._meter.counters.adopted_slots += len(adopted)
         self.role, self.epoch = role, epoch
         self._meter.set_epoch(epoch)
+        self._capture_from_s = time.monotonic() + _CAPTURE_DELAY_S
+        self._promoted_s = time.monotonic() if adopted else None
         done = time.perf_counter()
         log.info("role %s at epoch %d, %d slots adopted", role, epoch, len(adopted))
         return Assumed(role, epoch, adopted, (mapped - started) * 1e3, (done - mapped) * 1e3)
@@ -377,6 +382,10 @@ class Scheduler:
             self._advance(row, token_id)
         self._meter.step_ends(is_prefill=False)
         self._outbox.flush()
+        if self._promoted_s is not None:
+            since_ms = (time.monotonic() - self._promoted_s) * 1e3
+            log.info("first step of %d rows %.1f ms behind the promotion", len(rows), since_ms)
+            self._promoted_s = None
 
     def _decodable(self) -> list[Row]:
         return [r for r in self._keeper.in_state(RowState.DECODE) if not self._is_paused(r)]
