@@ -186,6 +186,8 @@ class GroupChores:
         instance = unit.instance
         if unit.is_being_fenced:
             await self._group.wait_until(lambda: not unit.is_being_fenced, timeout_s=timeout_s)
+        if unit.is_forking:  # else the process that comes would be nobody's
+            await self._group.wait_until(lambda: not unit.is_forking, timeout_s=timeout_s)
         if unit.instance != instance:
             return 0
         if unit.state in ALIVE:

@@ -72,7 +72,6 @@ class EngineUnit(Unit):
         self.former_state = ""  # under the last supervisor, as far as its journal says
         self.death_was_ours = False
         self.is_being_fenced = False  # somebody waits for the evidence
-        self.is_forking = False
         self.failure = ""
         self.judged_ns = 0  # when the verdict was last given
         self.role_epoch = 0  # the epoch under which the current instance got its role
@@ -143,7 +142,11 @@ class EngineUnit(Unit):
         spec = self._spec(instance, load_timeout_s)
         with self.refusals():
             if zygote is not None and zygote.is_ready:
-                self.take(await self._fork(zygote, spec), instance)
+                process = await self._fork(zygote, spec)
+                if self.state is not EngineState.STARTING:  # nobody waited for a fork so slow
+                    raise StartFailedError(f"{self.name} is {self.state}, its fork came too late",
+                                           hint="it is ended as a stray")  # fmt: skip
+                self.take(process, instance)
             else:
                 self.spawn_module("engines.native", spec, with_model=True)
             await self.join(timeout_s=self._group.health.start_timeout)
@@ -172,6 +175,7 @@ class EngineUnit(Unit):
         finally:
             self.is_forking = False
             os.close(log_fd)
+            self._on_change()
 
     async def join(self, *, timeout_s: float) -> None:
         """Connect to the current instance and map its progress page."""

@@ -102,6 +102,7 @@ class Unit:
         self.was_refused = False  # the start of the current instance
         self.has_come_up = True  # what was there before us has; what we start will say so
         self.has_served = False  # the current instance, as primary
+        self.is_forking = False  # somebody was asked for the current instance, and has not answered
         self.last_alive_ns: int | None = None  # the last look before the death was seen
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_change = on_change
@@ -128,8 +129,8 @@ class Unit:
             return True
         if instance != self.instance:
             return False
-        if self.handle is None:  # its fork is under way, unless nothing is started any more
-            return not self.services.is_stopping
+        if self.handle is None:  # who it will be is not known yet
+            return self.is_forking and not self.services.is_stopping
         return self.handle.process == process
 
     @property

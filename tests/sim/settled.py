@@ -72,7 +72,9 @@ def _ill(world: World, life: Life) -> Iterator[str]:
 
 
 def _unowned(world: World, life: Life) -> Iterator[str]:
+    away = (_S.EVICTED, _S.FATAL, _S.STOPPED, _S.ABSENT)
     owned = {u.instance for u in life.runtime.units() if u.handle is not None}
+    owned -= {e.instance for e in life.group.engines if e.state in away}
     for proc in world.living():
         if proc.instance not in owned and proc.evidence_delay_s is None:
             yield f"nobody owns {proc}, which lives"

@@ -66,6 +66,26 @@ def test_a_pause_during_adoption_forgets_nothing_of_what_was_saved() -> None:
     play(story, shape=Shape())
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_an_engine_evicted_while_its_fork_is_under_way_leaves_no_process(is_slow: bool) -> None:
+    async def story(stage: Stage) -> None:
+        unit = stage.group.engine("batch")
+        stage.engine("batch").is_blemished = "kill"
+        if is_slow:
+            stage.engine("zygote-chat").slow_s = 4.0
+            stage.engine("zygote-chat").is_blemished = "slow"
+        stage.engine("batch").kill()
+        await stage.until(lambda: unit.is_forking, "a fork", within_s=2)
+        await stage.order(stage.keeper.life.controller.evict("batch", False, False))
+        assert unit.state == "evicted"
+        assert not stage.world.living("batch")
+        await asyncio.sleep(12)
+        assert not stage.world.living("batch")
+        assert unit.state == "evicted"
+
+    play(story, shape=Shape())
+
+
 def test_a_worker_that_nobody_can_connect_to_is_ended_at_once() -> None:
     """It would take connections and have no routes for them."""
 
