@@ -68,6 +68,7 @@ class SupervisorRuntime:
         self.operations = OperationLog(services.clock)
         self.stop_requested = asyncio.Event()
         self.is_ready = False
+        self._is_in_charge = False  # we have looked at what was there, and hold the port
         self.admin_address = ""
         topology = services.topology
         services.is_paused = state.paused
@@ -134,6 +135,7 @@ class SupervisorRuntime:
             log.info("adopted %d, ended %d processes", len(found.adopted), len(found.ended))
         must_serve = not (found.adopted or self.services.is_paused)
         self.fleet.open()
+        self._is_in_charge = True
         self._janitor = asyncio.get_running_loop().create_task(self._keep_house())
         self.fleet.reconcile()
         for group, watch in zip(self.groups, self._watches, strict=True):
@@ -150,7 +152,9 @@ class SupervisorRuntime:
             return
         self.is_ready = True
         self.save()
-        self.services.events.append("started", f"{self.services.topology.name} serves")
+        idle = ", ".join(g.name for g in self.groups if not g.is_serving)
+        text = f"is up, but {idle} does not serve yet" if idle else "serves"
+        self.services.events.append("started", f"{self.services.topology.name} {text}")
         self.services.observer.ready(self.status())
 
     def _has_unkillable(self) -> bool:
@@ -189,8 +193,15 @@ class SupervisorRuntime:
         )
 
     async def shut_down(self) -> None:
-        """Stop everything in order: gateways, engines, zygotes, caches. Nothing is left."""
+        """Stop everything in order: gateways, engines, zygotes, caches. Nothing is left.
+
+        Unless our own start ended before we had looked at what the last supervisor left: that goes
+        on without us, and the next one looks again.
+        """
         self.services.is_stopping = True
+        if not (self._is_in_charge or self.stop_requested.is_set()):
+            self._let_go()
+            return
         self.services.events.append("stopping", f"{self.services.topology.name} is stopping")
         for watch in self._watches:
             watch.stop()
@@ -211,6 +222,15 @@ class SupervisorRuntime:
         self.services.machine.reap_orphans(self.services.owned_pids)
         await asyncio.to_thread(self._sweep)
         self.save()
+
+    def _let_go(self) -> None:
+        """Close what we hold; end nobody."""
+        self.fleet.close()
+        for group in self.groups:
+            if group.cache is not None:
+                group.cache.close()
+        for unit in self.units():
+            unit.let_go()
 
     async def _end_all(self, units: list[Unit]) -> None:
         await asyncio.gather(*(self._end(u) for u in units))

@@ -373,18 +373,29 @@ class Unit:
 
     def release(self) -> None:
         """Let go of the current instance: its watch, connection, files; it is buried aside."""
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
-        if self.client is not None:
-            self.client.close()
-            self.client = None
+        self._look_away()
         if not self.died.done():
             self.died.set_result(None)  # the fence may prove a death before the watcher sees it
         handle, self.handle = self.handle, None
         if handle is not None:
             self._buried.add(self.instance)
             self.in_background(self._bury(handle, self.instance))
+
+    def let_go(self) -> None:
+        """Close what we hold of a process that goes on without us."""
+        self._look_away()
+        if self.handle is not None:
+            self.handle.close()
+        for task in tuple(self._background):
+            task.cancel()
+
+    def _look_away(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self.client is not None:
+            self.client.close()
+            self.client = None
 
     async def _bury(self, handle: Handle, instance: str) -> None:
         try:

@@ -24,7 +24,7 @@ from tests.sim.records import CountingMetrics, EventSink, SimDisk, SimJournal
 from tests.sim.shapes import Shape, topology_of
 from tests.sim.world import World
 
-__all__ = ["Keeper", "Life", "Objections", "check_stopped", "name_of"]
+__all__ = ["Keeper", "Life", "Objections", "check_closed", "check_stopped", "name_of"]
 
 LIFE: contextvars.ContextVar["Life | None"] = contextvars.ContextVar("life", default=None)
 _RESTART_S: Final = 0.3
@@ -86,27 +86,21 @@ class Life:
     async def _run(self) -> None:
         """As `supervisor.daemon` does it."""
         self.lag.start()
+        served: list[FakeEngine] = []
         try:
             await self.runtime.start()
             await self.runtime.stop_requested.wait()
         except UnderstudyError as error:
-            self._judge_failed_start(error)
+            self.world.judge.note(f"the supervisor cannot start: {error}")
+            served = [p for p in self.world.living() if isinstance(p, FakeEngine) and p.serves]
         await self.runtime.shut_down()
+        for proc in served:
+            if not proc.serves:
+                self.world.judge.breach(f"a failed start ends {proc.unit}, which serves")
         for operation in tuple(self.operations):  # their loop ends; nobody reads the answer
             operation.cancel()
         await asyncio.sleep(0)
         self.lag.stop()
-
-    def _judge_failed_start(self, error: UnderstudyError) -> None:
-        judge = self.world.judge
-        judge.note(f"the supervisor cannot start: {error}")
-        served = [
-            p
-            for p in self.world.living()
-            if isinstance(p, FakeEngine) and p.role == "primary" and not p.is_blemished
-        ]
-        if served:
-            judge.breach(f"a failed start ends {served[0].unit}, which serves: {error}")
 
     def kill(self) -> None:
         """SIGKILL: from here on nothing that it does has an effect."""
@@ -212,6 +206,7 @@ class Keeper:
             check_stopped(self.world, life)
         elif not life.is_gone:
             self._failed += 1
+            check_closed(self.world, life)
             if self._failed > _FAILED_STARTS:
                 judge.breach(f"the supervisor has failed to start {self._failed} times")
                 return
@@ -227,6 +222,11 @@ def check_stopped(world: World, life: Life) -> None:
     for proc in world.living():
         if proc.evidence_delay_s is None:
             world.judge.breach(f"{proc.unit} outlives the stop")
+    check_closed(world, life)
+
+
+def check_closed(world: World, life: Life) -> None:
+    """A supervisor that has ended by itself holds nothing and does nothing any more."""
     if left := sorted(name_of(t) for t in life.tasks if not t.done()):
         world.judge.breach(f"tasks outlive the stop: {', '.join(left)}")
     if held := world.open_descriptors(life.machine):

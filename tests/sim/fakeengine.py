@@ -227,6 +227,12 @@ class FakeEngine(Proc):
             self.later(self.between(0.0005, 0.006), call)
 
     @property
+    def serves(self) -> bool:
+        """Whether it is a primary that nothing is wrong with."""
+        is_well = self.state is ProcState.RUNNING and not self.is_blemished
+        return is_well and self.role == "primary"
+
+    @property
     def has_work(self) -> bool:
         """Whether rows decode or wait."""
         if not self.world.has_load or self.role not in ("primary", "batch"):

@@ -7,7 +7,10 @@ from typing import Final
 
 import pytest
 
+from supervisor.errors import MachineRefusedError
+from supervisor.runtime.gateways import GatewayFleet
 from tests.sim.fakes import FakeZygote
+from tests.sim.machine import FakeMachine
 from tests.sim.schedule import Step, draw
 from tests.sim.shapes import Shape
 from tests.sim.simulate import simulate
@@ -117,6 +120,33 @@ def test_a_supervisor_that_finds_no_descriptor_adopts_as_soon_as_it_has_some() -
         assert {p.instance for p in stage.world.living()} == alive
 
     play(story, shape=Shape(workers=2))
+
+
+@pytest.mark.parametrize("where", ["left_behind", "open"])
+def test_a_start_that_fails_before_it_is_in_charge_ends_nobody(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot look at what is there, or all workers are dead and somebody has their port."""
+
+    async def story(stage: Stage) -> None:
+        alive = {p.instance for p in stage.world.living() if p.kind != "gateway"}
+        first, owner = stage.keeper.life, FakeMachine if where == "left_behind" else GatewayFleet
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, where, _refuse)
+            first.kill()
+            stage.engine("gateway-0").is_blemished = "kill"
+            stage.engine("gateway-0").kill()
+            await asyncio.sleep(3)
+            assert len(stage.keeper.lives) > 3
+            assert {p.instance for p in stage.world.living()} == alive
+        await stage.whole()
+        assert {p.instance for p in stage.world.living() if p.kind != "gateway"} == alive
+
+    play(story)
+
+
+def _refuse(_: object, *__: object) -> None:
+    raise MachineRefusedError("supervisor", "no")
 
 
 @pytest.mark.parametrize("seed", [3, 17, 29])
