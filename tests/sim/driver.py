@@ -211,6 +211,8 @@ class Keeper:
                 judge.breach(f"the supervisor has failed to start {self._failed} times")
                 return
         await life.gone()
+        if life.journal.is_behind:  # an epoch that nobody alive knows was on no disk either
+            judge.journal_was_lost = True
         if judge.is_paused and not self.disk.state.paused:
             judge.is_paused = False  # the crash came before the word was on disk
         await asyncio.sleep(_RESTART_S)

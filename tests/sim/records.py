@@ -113,6 +113,11 @@ class SimJournal(Journal):
         """While the disk is full."""
         return _NO_SPACE if self._disk.is_full else ""
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the disk has not taken what was to be written."""
+        return self._disk.is_full and self._newest != self._disk.state
+
     def save(self, state: JournalState) -> None:
         """Write soon; a crash before that loses it."""
         self._newest = state
