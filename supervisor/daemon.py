@@ -75,7 +75,7 @@ async def _main(topology: Topology, paths: StatePaths, disk: Disk, observer: Run
         topology,
         paths,
         state_id_of(paths.root),
-        LocalMachine(watcher, running_ns=lag.running_ns),
+        LocalMachine(watcher, running_ns=lag.running_ns, core_dumps=topology.core_dumps),
         events,
         metrics,
         observer,

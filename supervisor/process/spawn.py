@@ -52,12 +52,12 @@ def spawn(
     cwd: Path,
     pass_fds: Sequence[int] = (),
     start_new_session: bool = True,
-    core_limit_bytes: int | None = 0,
+    core_dumps: bool = False,
 ) -> Child:
     """Start `argv` with exactly `env` plus the marker. Takes about 0.5 ms; waits for the exec.
 
-    `pass_fds` keep their numbers in the child. `core_limit_bytes` None leaves the inherited
-    limit; 0 is the rule for engines, because a dump of their memory delays everything.
+    `pass_fds` keep their numbers in the child. With `core_dumps` the inherited limit holds;
+    without, nothing is dumped, because a dump of an engine's memory keeps disk and memory busy.
 
     Raises:
         SpawnError: the program or the log can not be opened, or there is no room for a process.
@@ -85,7 +85,7 @@ def spawn(
     except OSError as error:
         raise SpawnError(argv, log_path, error) from error
     popen.returncode = 0  # see invariant 3: from here on Popen believes that it is reaped
-    return _take_over(popen.pid, argv, log_path, marker, core_limit_bytes)
+    return _take_over(popen.pid, argv, log_path, marker, core_dumps=core_dumps)
 
 
 def open_log(path: Path) -> int:
@@ -107,7 +107,7 @@ def open_log(path: Path) -> int:
 
 
 def _take_over(
-    pid: int, argv: Sequence[str], log_path: Path, marker: Marker, core_limit_bytes: int | None
+    pid: int, argv: Sequence[str], log_path: Path, marker: Marker, *, core_dumps: bool
 ) -> Child:
     """Identity and pidfd of a child that nobody has reaped yet, so its pid is safe to use."""
     try:
@@ -117,9 +117,17 @@ def _take_over(
             os.kill(pid, 9)  # our own unreaped child: the one place where a bare pid is safe
         os.waitpid(pid, 0)
         raise SpawnError(argv, log_path, error) from error
-    if core_limit_bytes is not None:
-        with contextlib.suppress(ProcessLookupError):  # it has exited already
-            _, hard = resource.getrlimit(resource.RLIMIT_CORE)
-            limit = core_limit_bytes if hard < 0 else min(core_limit_bytes, hard)
-            resource.prlimit(pid, resource.RLIMIT_CORE, (limit, limit))
+    if not core_dumps:
+        _forbid_core_dumps(pid)
     return Child(read_process_id(pid), pidfd, marker)
+
+
+def _forbid_core_dumps(pid: int) -> None:
+    """For the child and all its forks.
+
+    A dump that is piped to a program knows no limit of size (core(5)), so nothing is chosen for
+    it either.
+    """
+    with contextlib.suppress(OSError):  # it has exited already, or the kernel writes no dumps
+        resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+        Path(f"/proc/{pid}/coredump_filter").write_text("0")

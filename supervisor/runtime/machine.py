@@ -200,17 +200,25 @@ class LocalMachine:
     """This machine. `running_ns` is the clock of fences: it stands still while we do not run."""
 
     def __init__(
-        self, watcher: ExitWatcher, *, running_ns: Callable[[], int] = time.monotonic_ns
+        self,
+        watcher: ExitWatcher,
+        *,
+        running_ns: Callable[[], int] = time.monotonic_ns,
+        core_dumps: bool = False,
     ) -> None:
         self._watcher = watcher
         self._running_ns = running_ns
+        self._core_dumps = core_dumps
 
     def spawn(
         self, argv: Sequence[str], *, env: Mapping[str, str], log_path: Path, marker: Marker,
         cwd: Path, pass_fds: Sequence[int],
     ) -> Handle:  # fmt: skip
         """See `Machine`."""
-        child = spawn(argv, env=env, log_path=log_path, marker=marker, cwd=cwd, pass_fds=pass_fds)
+        child = spawn(
+            argv, env=env, log_path=log_path, marker=marker, cwd=cwd, pass_fds=pass_fds,
+            core_dumps=self._core_dumps,
+        )  # fmt: skip
         return ProcessHandle.of_child(child)
 
     def adopt(self, process: ProcessId, marker: Marker) -> Handle:

@@ -117,7 +117,7 @@ class Stage:
         program: str,
         *argv: str,
         env: Mapping[str, str] | None = None,
-        core_limit_bytes: int | None = 0,
+        core_dumps: bool = False,
     ) -> tuple[Child, list[int]]:
         """Start a Python victim; returns with the pids that it wrote once it is ready."""
         self._lives += 1
@@ -132,7 +132,7 @@ class Stage:
             marker=Marker(STATE_ID, f"victim-{self._lives}"),
             cwd=self._directory,
             pass_fds=[writer],
-            core_limit_bytes=core_limit_bytes,
+            core_dumps=core_dumps,
         )
         self._children.append(child)
         os.close(writer)
@@ -229,6 +229,7 @@ def test_a_child_gets_a_log_a_session_a_marker_no_core_and_no_foreign_descriptor
     assert os.getsid(pid) == pid
     assert read_marker(pid) == child.marker
     assert resource.prlimit(pid, resource.RLIMIT_CORE) == (0, 0)
+    assert int(Path(f"/proc/{pid}/coredump_filter").read_text(), 16) == 0
 
 
 def test_the_log_is_appended_to_and_the_environment_is_exactly_what_was_given(
@@ -465,7 +466,7 @@ def can_dump_core_here() -> bool:
 async def test_a_crash_that_dumps_a_large_core_is_seen_at_once(
     stage: Stage,
 ) -> None:
-    child, _ = stage.start(THREADS + BALLAST.replace("1 << 30", "1 << 28"), core_limit_bytes=None)
+    child, _ = stage.start(THREADS + BALLAST.replace("1 << 30", "1 << 28"), core_dumps=True)
     resource.prlimit(child.process.pid, resource.RLIMIT_CORE, (2 << 30, 2 << 30))
     handle = ProcessHandle.of_child(child)
     watcher = ExitWatcher()
