@@ -46,6 +46,7 @@ _LACKS: Final = {
     "start": "what a new process needs",
 }
 
+_RESERVE_S: Final = 0.5
 _JANITOR_S: Final = 1.0
 _SWEEP_ROUNDS: Final = 5  # reading the environment of every process of the user costs milliseconds
 _GRACE_S: Final = 3.0
@@ -134,6 +135,7 @@ class SupervisorRuntime:
         if found.adopted or found.ended:
             log.info("adopted %d, ended %d processes", len(found.adopted), len(found.ended))
         must_serve = not (found.adopted or self.services.is_paused)
+        await self._reserve_epochs()
         self.fleet.open()
         self._is_in_charge = True
         self._janitor = asyncio.get_running_loop().create_task(self._keep_house())
@@ -156,6 +158,18 @@ class SupervisorRuntime:
         text = f"is up, but {idle} does not serve yet" if idle else "serves"
         self.services.events.append("started", f"{self.services.topology.name} {text}")
         self.services.observer.ready(self.status())
+
+    async def _reserve_epochs(self) -> None:
+        """Raise the ceilings before the first promotion, which goes above the last one's.
+
+        Where nobody serves, that promotion follows at once, so the disk is waited for: a crash
+        right behind it would give the same epoch out again. A disk that takes nothing, or hangs,
+        is not waited for beyond a moment.
+        """
+        self._saved = msgspec.structs.replace(self._saved, epochs=self._epochs())
+        self._journal.save(self._saved)
+        if any(g.primary is None for g in self.groups):
+            await asyncio.to_thread(self._journal.flush, timeout_s=_RESERVE_S)
 
     def _has_unkillable(self) -> bool:
         """Whether only the operator's word helps, which needs a supervisor that hears it."""
@@ -296,16 +310,20 @@ class SupervisorRuntime:
             self._saved = state
             self._journal.save(state)
 
-    def _state(self) -> JournalState:
+    def _epochs(self) -> dict[str, int]:
+        """The ceilings: raised long before they are reached."""
         epochs = {}
         for group in self.groups:
             ceiling = self._saved.epochs.get(group.name, 0)
             low = group.epoch + _EPOCHS_AHEAD // 2
             epochs[group.name] = ceiling if ceiling > low else group.epoch + _EPOCHS_AHEAD
+        return epochs
+
+    def _state(self) -> JournalState:
         return JournalState(
             boot_id=own_boot_id(),
             name=self.services.topology.name,
-            epochs=epochs,
+            epochs=self._epochs(),
             processes=[
                 ProcessRecord(u.kind, u.name, u.group, u.instance,
                               u.handle.process.pid, u.handle.process.start_ticks)

@@ -53,6 +53,11 @@ SEEDS: Final[dict[str, Schedule]] = {
     "an_epoch_is_never_given_out_twice": _schedule(
         421, Step(9.3727, "slow", "b", 1.0), Step(9.7154, "promote", "b")
     ),
+    "an_epoch_is_on_disk_before_a_new_supervisor_gives_it_out": _schedule(
+        63536, Step(2.5575, "crash_on", "", 0.5, "assume", "before"), Step(2.6427, "crash"),
+        Step(2.6658, "kill", "gateway-0"), Step(2.8863, "kill", "primary"),
+        Step(3.1119, "kill", "b"),
+    ),
     "a_recovery_is_decided_anew_behind_an_operation": _schedule(
         1383, Step(2.5175, "stall", "", 0.05), Step(2.521, "kill", "primary"),
         Step(2.5358, "promote", "b"), heals=True,
