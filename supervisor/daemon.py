@@ -1,6 +1,7 @@
 """`run`: wiring only. Makes the parts, connects them, waits for a reason to stop, stops them."""
 
 import asyncio
+import contextlib
 import gc
 import signal
 import socket
@@ -12,6 +13,7 @@ import uvloop
 
 from supervisor import __version__
 from supervisor.admin.server import AdminServer
+from supervisor.errors import ConfigurationError
 from supervisor.observe.events import EventLog
 from supervisor.observe.journal import Journal, JournalState
 from supervisor.observe.lock import StateLock
@@ -19,7 +21,13 @@ from supervisor.observe.logs import setup_logging
 from supervisor.observe.looplag import LoopLag
 from supervisor.observe.metrics import Metrics
 from supervisor.observe.observer import RunObserver
-from supervisor.process import RESERVE, ExitWatcher, become_subreaper, state_id_of
+from supervisor.process import (
+    RESERVE,
+    ExitWatcher,
+    become_subreaper,
+    find_marked,
+    state_id_of,
+)
 from supervisor.runtime.controller import RuntimeController
 from supervisor.runtime.gateways import listen_tcp
 from supervisor.runtime.machine import LocalMachine
@@ -31,6 +39,7 @@ from supervisor.topology.schema import Topology
 __all__ = ["run"]
 
 _FLUSH_S: Final = 2.0
+_PORT_RETRY_S: Final = 1.0
 
 
 def run(topology: Topology, path: Path, *, observer: RunObserver) -> int:
@@ -85,25 +94,56 @@ async def _main(topology: Topology, paths: StatePaths, disk: Disk, observer: Run
         asyncio.get_running_loop().add_signal_handler(sig, runtime.stop_requested.set)
     lag.start()
     told = asyncio.create_task(_tell(events, observer))
-    listener = listen_tcp(topology.admin.listen.host, topology.admin.listen.port)
-    runtime.admin_address = _address(listener)
+    listener = _admin_listener(topology, runtime)
     admin = AdminServer(
         RuntimeController(runtime), events, metrics, paths.root, listener, topology.admin.auth
     )
+    late = None
     try:
         await admin.start()
+        if listener is None:
+            late = asyncio.create_task(_listen_later(topology, runtime, admin))
         await runtime.start()
         gc.collect()
         gc.freeze()  # what lives now lives long: later collections stay short
         await runtime.stop_requested.wait()
     finally:
         await runtime.shut_down()
+        if late is not None:
+            late.cancel()
         await admin.stop()
         told.cancel()
         watcher.close()
         lag.stop()
     events.append("stopped", f"{topology.name} has stopped")
     return 0
+
+
+def _admin_listener(topology: Topology, runtime: SupervisorRuntime) -> socket.socket | None:
+    """The socket for TCP; None while a stranger has the port and processes of ours need us.
+
+    Raises:
+        ConfigurationError: the address is taken or not ours, and nobody would miss us.
+    """
+    try:
+        listener = listen_tcp(topology.admin.listen.host, topology.admin.listen.port)
+    except ConfigurationError as error:
+        if not find_marked(runtime.services.state_id):
+            raise
+        runtime.admin_trouble = error.message
+        return None
+    runtime.admin_address, runtime.admin_trouble = _address(listener), ""
+    return listener
+
+
+async def _listen_later(topology: Topology, runtime: SupervisorRuntime, admin: AdminServer) -> None:
+    """Try again until the port is free."""
+    listener = None
+    while listener is None:
+        await asyncio.sleep(_PORT_RETRY_S)
+        with contextlib.suppress(ConfigurationError):  # said already, in `admin_trouble`
+            listener = _admin_listener(topology, runtime)
+    await admin.listen(listener)
 
 
 async def _tell(events: EventLog, observer: RunObserver) -> None:

@@ -106,6 +106,11 @@ class AdminServer:
             await self.stop()
             raise
 
+    async def listen(self, sock: socket.socket) -> None:
+        """Answer on a TCP socket that could not be bound before `start`."""
+        self._listen_sock = sock
+        await self._serve(sock, is_local=False)
+
     async def stop(self) -> None:
         """Take nothing new, let what is under way finish for 2 s, and leave. Idempotent."""
         for server in self._servers:

@@ -51,7 +51,7 @@ ENGINE_STATES: Final = (
     "absent", "starting", "ready", "standby", "promoting", "primary", "demoting", "batch",
     "frozen", "fencing", "stopped", "evicted", "fatal", "unkillable",
 )  # fmt: skip
-DEGRADED_CAUSES: Final = ("disk", "descriptors", "start")
+DEGRADED_CAUSES: Final = ("disk", "descriptors", "start", "address")
 VERDICTS: Final = ("healthy", "busy", "degraded", "hung", "dead")
 ROLES: Final = ("none", "primary", "standby", "batch")
 

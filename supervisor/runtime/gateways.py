@@ -186,6 +186,7 @@ class GatewayFleet:
         self._is_open = False  # before adoption has ended, a table would cut every stream
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.listener: socket.socket | None = None
+        self.trouble = ""  # why nobody can be listened to
         self.workers = [
             GatewayUnit(
                 services,
@@ -206,15 +207,28 @@ class GatewayFleet:
         host, port = self.listener.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def open(self) -> None:
+    def open(self, may_wait: bool = False) -> None:
         """Everything found is adopted: workers may be started from now on.
 
-        Binds the listening socket, unless one was taken over from a living worker.
+        Binds the listening socket, unless one was taken over from a living worker. With
+        `may_wait` an address that is taken is tried again later, by `look_after`.
+
+        Raises:
+            ConfigurationError: the address is taken or not ours.
         """
         self._is_open = True
+        try:
+            self._listen()
+        except ConfigurationError as error:
+            if not may_wait:
+                raise
+            self.trouble = error.message
+
+    def _listen(self) -> None:
         if self.listener is None:
             listen = self._settings.listen
             self.listener = listen_tcp(listen.host, listen.port)
+            self.trouble = ""
 
     def take_listener(self, listener: socket.socket) -> None:
         """The socket from a living worker; the same one may come from several."""
@@ -267,7 +281,14 @@ class GatewayFleet:
             self._sequence = max(self._sequence, former + _UNREAD_TABLES)
 
     async def look_after(self) -> None:
-        """Ask every worker whether it answers; end those that have not for a while."""
+        """Ask every worker whether it answers; end those that have not for a while.
+
+        A listening socket that could not be bound is tried again first.
+        """
+        if self.trouble and not self._services.is_paused:
+            with contextlib.suppress(ConfigurationError):  # said already, in `trouble`
+                self._listen()
+                self.reconcile()
         await asyncio.gather(*(p.beat() for p in self._pulses))
         for worker, pulse in zip(self.workers, self._pulses, strict=True):
             if not pulse.is_silent or self._services.is_paused or self._services.is_stopping:

@@ -44,6 +44,7 @@ _LACKS: Final = {
     "disk": "room on its disk",
     "descriptors": "file descriptors",
     "start": "what a new process needs",
+    "address": "an address to listen on",
 }
 
 _RESERVE_S: Final = 0.5
@@ -71,6 +72,7 @@ class SupervisorRuntime:
         self.is_ready = False
         self._is_in_charge = False  # we have looked at what was there, and hold the port
         self.admin_address = ""
+        self.admin_trouble = ""  # why it cannot be reached over TCP
         topology = services.topology
         services.is_paused = state.paused
         loop = asyncio.get_running_loop()
@@ -136,7 +138,7 @@ class SupervisorRuntime:
             log.info("adopted %d, ended %d processes", len(found.adopted), len(found.ended))
         must_serve = not (found.adopted or self.services.is_paused)
         await self._reserve_epochs()
-        self.fleet.open()
+        self.fleet.open(not must_serve)
         self._is_in_charge = True
         self._janitor = asyncio.get_running_loop().create_task(self._keep_house())
         self.fleet.reconcile()
@@ -351,6 +353,7 @@ class SupervisorRuntime:
             "disk": disk,
             "descriptors": "no file descriptor is left" if RESERVE.is_short else "",
             "start": "; ".join(troubles),
+            "address": "; ".join(t for t in (self.fleet.trouble, self.admin_trouble) if t),
         }
         return {cause: why for cause, why in found.items() if why}
 

@@ -26,11 +26,12 @@ def check_surroundings(topology: Topology, machine: Machine) -> Iterator[Issue]:
     """Everything on this machine that keeps the topology from running."""
     state_dir = topology.state_dir.absolute()
     yield from _state_dir(state_dir)
-    yield from _port(topology.admin.listen, ("admin", "listen"), state_dir, machine)
-    yield from _port(topology.gateway.listen, ("gateway", "listen"), state_dir, machine)
     # Processes that run already have their weights and their memory: a supervisor that comes back
-    # must be able to take them over, though the checkpoint is out of reach now.
+    # must be able to take them over, though checkpoint or port are out of reach now.
     in_use = machine.is_in_use(state_dir)
+    taken = Severity.WARNING if in_use else Severity.ERROR
+    for part, listen in (("admin", topology.admin.listen), ("gateway", topology.gateway.listen)):
+        yield from _port(listen, (part, "listen"), state_dir, machine, taken=taken)
     missing = Severity.WARNING if in_use else Severity.ERROR
     checkpoints = [read_checkpoint(group.model.path) for group in topology.groups]
     for index, (group, checkpoint) in enumerate(zip(topology.groups, checkpoints, strict=True)):
@@ -83,7 +84,7 @@ def _problem_of_folder(path: Path) -> tuple[str, str] | None:
 
 
 def _port(
-    address: ListenAddress, place: Place, state_dir: Path, machine: Machine
+    address: ListenAddress, place: Place, state_dir: Path, machine: Machine, *, taken: Severity
 ) -> Iterator[Issue]:
     if address.port == 0:
         return
@@ -92,7 +93,7 @@ def _port(
         return
     if state.is_taken:
         what = f"port {address.port} is taken: {state.reason}"
-        yield Issue(place, what, "write another port, or stop that process")
+        yield Issue(place, what, "write another port, or stop that process", taken)
     else:
         instead = "write 127.0.0.1 and a port above 1023"
         yield Issue(place, f"{address} cannot be listened on: {state.reason}", instead)

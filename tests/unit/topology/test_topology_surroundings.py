@@ -292,3 +292,11 @@ def test_processes_that_run_already_have_their_memory(site: Site) -> None:
 def test_processes_that_run_already_need_no_checkpoint(site: Site) -> None:
     (site.model / "model.safetensors").unlink()
     assert only(site.check(machine=FakeMachine(in_use=True))).severity is Severity.WARNING
+
+
+@pytest.mark.parametrize("port", [9400, 8000])
+def test_a_stranger_on_a_port_does_not_keep_a_supervisor_from_its_processes(
+    site: Site, port: int
+) -> None:
+    finding = only(site.check(machine=FakeMachine(taken={port: TAKEN}, in_use=True)))
+    assert finding.severity is Severity.WARNING
