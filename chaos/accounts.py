@@ -5,18 +5,28 @@ import re
 from collections import Counter
 from typing import Final
 
-from chaos.history import Event, Held, History, Leftover, Metrics
+from chaos.history import Event, Fault, Held, History, Leftover, Metrics, Stream
 
 __all__ = [
     "events_have_no_gap",
     "metrics_equal_events",
     "no_descriptor_leaks",
     "no_strays",
+    "no_task_leaks",
+    "nothing_is_computed_twice",
     "nothing_left_behind",
 ]
 
 _SLACK: Final = 4
 """Descriptors that a moment may show more: a request under way, a burial, a connection."""
+
+_UNDER_WAY_NS: Final = 100_000_000
+
+_SLOT_IS_KEPT_NS: Final = 5_000_000_000
+"""Half of what engines keep a slot for whoever resumes it: the deaths of two may add up."""
+
+_TASK_SLACK: Final = 3
+"""Tasks that a moment may show more: a scrape, a probe, a client that has just left."""
 
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -84,6 +94,8 @@ def _counted(events: list[Event]) -> list[tuple[str, dict[str, str], int]]:
         ("understudy_evictions_total", {"outcome": "done"}, kinds["evicted"]),
         ("understudy_engine_start_seconds_count", {}, starts.total()),
         ("understudy_canary_failures_total", {}, kinds["canary_failed"]),
+        ("understudy_engine_crashes_total", {}, kinds["engine_crashed"]),
+        ("understudy_fence_attestations_total", {}, kinds["fence_attested"]),
     ]
     counted += [
         ("understudy_restarts_total", {"kind": "engine", "name": name}, count)
@@ -105,6 +117,37 @@ def _sum(values: dict[str, float], name: str, labels: dict[str, str]) -> float:
     return total
 
 
+def nothing_is_computed_twice(history: History) -> list[str]:
+    """A stream that had got text goes on from its slot; only one that had none may begin anew.
+
+    One that nobody went on with in time has lost its slot, and is no fault either.
+    """
+    replayed = max(
+        (_sum(m.values, "understudy_gateway_resumed_total", {"source": "replay"})
+         for m in history.all(Metrics)), default=0.0,
+    )  # fmt: skip
+    excused = sum(
+        _may_begin_anew(stream, fault.at_ns)
+        for fault in history.all(Fault)
+        for stream in history.all(Stream)
+    )
+    if replayed > excused:
+        return [f"{replayed:g} streams were computed again, {excused} had a reason"]
+    return []
+
+
+def _may_begin_anew(stream: Stream, at_ns: int) -> bool:
+    """Whether the fault found it without text, or let it wait for longer than a slot is kept."""
+    if not stream.was_open_at(at_ns):
+        return False
+    until_ns = at_ns + _UNDER_WAY_NS
+    arrivals = stream.arrivals_ns
+    if not arrivals or arrivals[0] > at_ns - _UNDER_WAY_NS:
+        return True
+    waits = (b - a for a, b in itertools.pairwise(arrivals) if a <= until_ns and b > at_ns)
+    return max(waits, default=0) > _SLOT_IS_KEPT_NS
+
+
 def no_descriptor_leaks(history: History) -> list[str]:
     """Between two quiet moments a process has not gained descriptors, and no memory file at all."""
     found = []
@@ -118,6 +161,23 @@ def no_descriptor_leaks(history: History) -> list[str]:
                 grown = {k: f"{before.get(k, 0)} -> {n}" for k, n in kinds.items()
                          if n > before.get(k, 0)}  # fmt: skip
                 found.append(f"{process} holds more at {held.label!r}: {grown}")
+    return found
+
+
+def no_task_leaks(history: History) -> list[str]:
+    """Between two quiet moments supervisor and gateways have not gained asyncio tasks.
+
+    Counted from the first quiet moment of each life: a new process begins anew.
+    """
+    found = []
+    first: dict[tuple[str, str], float] = {}
+    for held in history.all(Held):
+        lives = {name.partition("-")[0]: name for name in held.processes}
+        for metric, count in held.tasks.items():
+            owner = "gateway" if "gateway" in metric else "supervisor"
+            before = first.setdefault((metric, lives.get(owner, "")), count)
+            if count - before > _TASK_SLACK:
+                found.append(f"{metric} at {held.label!r}: {before:g} -> {count:g}")
     return found
 
 

@@ -14,10 +14,11 @@ from typing import Final
 
 from cache.errors import UnderstudyError
 from chaos.checkers import Verdict, judge
+from chaos.disk import SkippedError
 from chaos.faults import catalogue
 from chaos.history import History
 from chaos.report import write_report
-from chaos.runner import SkippedError, perform
+from chaos.runner import perform
 from chaos.scenario import ScenarioError, load_scenario, names
 from chaos.system import ROOT
 

@@ -43,6 +43,7 @@ class ProcessView(msgspec.Struct, frozen=True):
 
     pid: int | None = None
     ready: bool = False  # a zygote that can fork
+    degraded: dict[str, str] = {}  # what a supervisor lacks, by cause
 
 
 class GatewayView(msgspec.Struct, frozen=True):

@@ -43,10 +43,14 @@ class Expecting:
         """Empty once everything holds; else what was still wrong when time ran out."""
         deadline = time.monotonic() + expect.within
         held_since: float | None = None
+        slowest_s = 0.0
         while True:
             began_ns = time.monotonic_ns()
             status = self._system.status()
             wrong = self._differences(expect, status)
+            slowest_s = max(slowest_s, (time.monotonic_ns() - began_ns) / 1e9)
+            if expect.answers_within is not None and slowest_s > expect.answers_within:
+                return f"the admin API took {slowest_s:.2f} s to answer"
             now_s = time.monotonic()
             if wrong:
                 held_since = None
@@ -90,6 +94,11 @@ class Expecting:
         group = status.group
         if expect.group is not None and group.state != expect.group:
             wrong.append(f"the group is {group.state}")
+        degraded = status.supervisor.degraded
+        if expect.degraded == "none" and degraded:
+            wrong.append(f"the supervisor lacks {', '.join(degraded)}")
+        elif expect.degraded not in (None, "none", *degraded):
+            wrong.append(f"the supervisor does not say that it lacks {expect.degraded}")
         for name, state in expect.engines.items():
             found = next((e.state for e in group.engines if e.name == name), "unknown")
             if found != state:

@@ -1,97 +1,50 @@
 """The catalogue of faults: what can be done to a running system, one class each.
 
 A fault is data from a scenario's YAML (`kind` names it) with one method, `inject`, which does it
-and says whom it hit and when. Whether the system took it well is judged later, elsewhere.
-
-Invariants
-    1. Only processes that the system itself names, and that carry its marker, are hit.
-    2. Whatever outlasts `inject` (a stop, a limit, a full disk, spinning processes) is registered
-       with the world, which undoes it at the end of the run.
+and says whom it hit and when. Whether the system took it well is judged later, elsewhere. Here are
+those that hit processes; those of the machine and of clients are in modules of their own.
 """
 
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal, Protocol, get_args
+from typing import Annotated, Final, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from cache.errors import DeadlineExceededError, UnderstudyError
 from cache.rpc import Hello
 from cache.wire import Connection, close_all
 from chaos.client import wait_until
+from chaos.clientfaults import ClientsLeaveFault, HostileClientsFault
+from chaos.faultmodel import FaultModel, Injury, Role, World
 from chaos.history import Target
-from chaos.load import OpenLoad
-from chaos.system import RunningSystem
+from chaos.machinefaults import (
+    BreakFsyncFault,
+    CrashWithDumpFault,
+    FillDiskFault,
+    FreeDiskFault,
+    JumpClockFault,
+    MendFsyncFault,
+    ReadOnlyDiskFault,
+    StarveFault,
+    StrangerFault,
+    StrangerLeavesFault,
+)
+from chaos.sockets import client_ports_of
 from engines.contract import CONTROL_PROTOCOL, CONTROL_VERSION
 from engines.native.faults import InjectFault
 from supervisor.process import is_same, read_process_id
 from supervisor.topology.schema import Seconds
 
-__all__ = [
-    "CATALOGUE",
-    "FaultModel",
-    "Injury",
-    "Role",
-    "World",
-]
+__all__ = ["CATALOGUE", "catalogue", "is_gone", "wait_gone"]
 
-Role = Literal["primary", "standby", "batch", "zygote", "cache", "gateway", "supervisor"]
 SignalName = Literal["KILL", "STOP", "SEGV", "ABRT", "TERM", "INT", "HUP"]
 
 _DEADLY: Final = frozenset({"KILL", "SEGV", "ABRT", "TERM", "INT", "HUP"})
 _CALL_S: Final = 5.0
-_SPIN: Final = "import os, time; os.nice(0)\nwhile time.time() < float(os.sys.argv[1]): pass"
-
-
-@dataclass(frozen=True, slots=True)
-class Injury:
-    """What a fault did."""
-
-    at_ns: int
-    targets: tuple[Target, ...] = ()
-    breaks_streams: bool = False
-    is_deadly: bool = False
-    note: str = ""
-
-
-class World(Protocol):
-    """The run, as a fault sees it."""
-
-    system: RunningSystem
-    load: OpenLoad
-    seed: int
-    fault_dir: Path  # where `chaos/hooks/sitecustomize.py` in the children looks for orders
-
-    def locate(self, role: Role) -> Target:
-        """Who has the role now, or had it when the supervisor last answered."""
-
-    def send(self, target: Target, sig: signal.Signals) -> bool:
-        """Signal a process of this system; False if it is gone. A stop is undone at the end."""
-
-    def on_end(self, undo: Callable[[], None]) -> None:
-        """Do this when the run ends, whatever became of it."""
-
-
-class FaultModel(BaseModel):
-    """Base of all faults."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
-    kind: str
-
-    def inject(self, world: World) -> Injury:
-        """Do it.
-
-        Raises:
-            UnderstudyError: it could not be done; the run ends there, as not judged.
-        """
-        raise AssertionError(f"{self.kind} does not say what it does in {world}")
 
 
 class SignalFault(FaultModel):
@@ -106,13 +59,24 @@ class SignalFault(FaultModel):
         roles = self.target if isinstance(self.target, list) else [self.target]
         targets = tuple(world.locate(role) for role in roles)
         sig = signal.Signals[f"SIG{self.signal}"]
+        spared = _streams_elsewhere(world, {t.pid for t in targets}) if "gateway" in roles else ()
         at_ns = time.monotonic_ns()
         for target in targets:
             if not world.send(target, sig):
                 raise UnderstudyError(f"{target.role} was gone before the signal")
         deadly = self.signal in _DEADLY
         breaks = deadly and "gateway" in roles
-        return Injury(at_ns, targets, breaks_streams=breaks, is_deadly=deadly)
+        return Injury(at_ns, targets, breaks_streams=breaks, is_deadly=deadly, spared=spared)
+
+
+def _streams_elsewhere(world: World, victims: set[int]) -> tuple[str, ...]:
+    """Streams whose client is connected to a gateway worker that is not hit."""
+    port = world.system.gateway_port
+    workers = {p.pid for p, instance in world.system.marked() if instance.startswith("gateway")}
+    living: set[int] = set()
+    for pid in workers - victims:
+        living |= client_ports_of(pid, port)
+    return tuple(name for name, own in world.load.local_ports().items() if own in living)
 
 
 class ContinueFault(FaultModel):
@@ -137,7 +101,8 @@ class HookFault(FaultModel):
 
     kind: Literal["hook"] = "hook"
     target: Literal["primary", "standby", "batch"]
-    action: Literal["stall", "exit", "ignore_sigterm", "wrong_answer", "unhealthy", "slow_health"]
+    action: Literal["stall", "exit", "ignore_sigterm", "wrong_answer", "unhealthy", "slow_health",
+                    "tear_streams"]  # fmt: skip
     duration: Seconds = 0.0
     delay: Seconds = 0.0
     status: int = 0
@@ -189,8 +154,8 @@ class MendStartsFault(FaultModel):
 
     def inject(self, world: World) -> Injury:
         """All modules."""
-        for order in world.fault_dir.iterdir():
-            order.unlink()
+        for module in get_args(BreakStartsFault.model_fields["module"].annotation):
+            (world.fault_dir / module).unlink(missing_ok=True)
         return Injury(time.monotonic_ns())
 
 
@@ -222,75 +187,6 @@ class UnlimitDescriptorsFault(FaultModel):
         _, hard = resource.prlimit(target.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(target.pid, resource.RLIMIT_NOFILE, (hard, hard))
         return Injury(time.monotonic_ns(), (target,))
-
-
-class FillDiskFault(FaultModel):
-    """Nothing more can be written in the state directory (a small file system of its own)."""
-
-    kind: Literal["fill_disk"] = "fill_disk"
-
-    def inject(self, world: World) -> Injury:
-        """Write until the file system is full."""
-        path = world.system.state_dir / "filler"
-        at_ns = time.monotonic_ns()
-        with path.open("wb", buffering=0) as stream:
-            try:
-                while stream.write(bytes(4096)):
-                    pass
-            except OSError:
-                pass  # full: that is what was wanted
-        world.on_end(lambda: path.unlink(missing_ok=True))
-        return Injury(at_ns, note=f"{path.stat().st_size} bytes")
-
-
-class FreeDiskFault(FaultModel):
-    """The end of `fill_disk`."""
-
-    kind: Literal["free_disk"] = "free_disk"
-
-    def inject(self, world: World) -> Injury:
-        """Remove the filler."""
-        (world.system.state_dir / "filler").unlink(missing_ok=True)
-        return Injury(time.monotonic_ns())
-
-
-class StarveFault(FaultModel):
-    """Processes that spin, so that everything else waits for a CPU."""
-
-    kind: Literal["starve"] = "starve"
-    processes: int = 8
-    duration: Seconds = 5.0
-
-    def inject(self, world: World) -> Injury:
-        """They end by themselves."""
-        at_ns = time.monotonic_ns()
-        until_s = str(time.time() + self.duration)
-        spinning = [
-            subprocess.Popen([sys.executable, "-S", "-E", "-c", _SPIN, until_s])
-            for _ in range(self.processes)
-        ]
-
-        def end() -> None:
-            for process in spinning:
-                process.kill()
-                process.wait()
-
-        world.on_end(end)
-        return Injury(at_ns, note=f"{self.processes} processes for {self.duration:g} s")
-
-
-class ClientsLeaveFault(FaultModel):
-    """Clients go away in the middle of their streams, by closing (`fin`) or by reset (`rst`)."""
-
-    kind: Literal["clients_leave"] = "clients_leave"
-    share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    how: Literal["fin", "rst"] = "fin"
-
-    def inject(self, world: World) -> Injury:
-        """Some of those that have got text."""
-        at_ns = time.monotonic_ns()
-        gone = world.load.leave(self.share, how=self.how, seed=world.seed)
-        return Injury(at_ns, note=f"{len(gone)} left by {self.how}")
 
 
 class KillNewbornsFault(FaultModel):
@@ -372,9 +268,9 @@ class PromoteTwiceFault(FaultModel):
             thread.start()
         for thread in threads:
             thread.join(timeout=40)
-        if not set(answers) <= {"200", "409", "412"} or "200" not in answers:
-            raise UnderstudyError(f"two promotions at once were answered {answers}")
-        return Injury(at_ns, note=f"answered {', '.join(sorted(answers))}")
+        note = f"answered {', '.join(sorted(answers))}"
+        is_fine = set(answers) <= {"200", "409", "412"} and "200" in answers and len(answers) == 2
+        return Injury(at_ns, note=note, problem="" if is_fine else f"two promotions: {note}")
 
 
 class PauseSupervisorFault(FaultModel):
@@ -403,8 +299,16 @@ CATALOGUE = Annotated[
     | UnlimitDescriptorsFault
     | FillDiskFault
     | FreeDiskFault
+    | BreakFsyncFault
+    | MendFsyncFault
+    | ReadOnlyDiskFault
     | StarveFault
+    | JumpClockFault
+    | CrashWithDumpFault
+    | StrangerFault
+    | StrangerLeavesFault
     | ClientsLeaveFault
+    | HostileClientsFault
     | KillNewbornsFault
     | KillPromotingFault
     | PromoteTwiceFault

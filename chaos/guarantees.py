@@ -24,8 +24,10 @@ from supervisor.topology.schema import Failover, parse_duration
 
 __all__ = [
     "Reign",
+    "answers_were_right",
     "expectations_were_met",
     "fenced_before_promoted",
+    "judgement_is_limited",
     "next_fault_ns",
     "next_token_ms",
     "next_token_within_bound",
@@ -51,6 +53,11 @@ _NOTICE_S: Final = 5.0
 
 _BACKOFF_SLACK_S: Final = 0.35
 """Births are seen by a scan of /proc every 100 ms."""
+
+_SCAN_NS: Final = 350_000_000
+
+_PERIOD_NS: Final = 600_000_000_000
+"""`period` in every topology of a chaos run."""
 
 
 # ------------------------------------------------------------------ primaries
@@ -198,8 +205,8 @@ def _may_break(history: History, stream: Stream) -> bool:
         from_ns <= stream.started_ns <= until_ns for from_ns, until_ns in closed_spans(history)
     ):
         return True
-    breaks = [f.at_ns for f in history.all(Fault) if f.breaks_streams]
-    if any(stream.was_open_at(at_ns) for at_ns in breaks):
+    breaks = [f for f in history.all(Fault) if f.breaks_streams and stream.name not in f.spared]
+    if any(stream.was_open_at(fault.at_ns) for fault in breaks):
         return True
     stops = [c.at_ns for c in history.all(Command) if c.label == "stop"]
     return any(stream.ended_ns >= at_ns for at_ns in stops)
@@ -289,19 +296,61 @@ def expectations_were_met(history: History) -> list[str]:
 
 
 def pause_means_pause(history: History) -> list[str]:
-    """Between `paused` and `unpaused` nothing is started, stopped or promoted."""
+    """Between `paused` and `unpaused` nothing is started, stopped or promoted.
+
+    By the supervisor's own events, and by what the kernel shows: nobody is born, and nobody dies
+    who was not hit.
+    """
     found = []
+    spans: list[tuple[int, int]] = []
     began: Event | None = None
     for event in history.events("paused", "unpaused", "engine_state", "promoted"):
         if event.kind == "paused":
             began = event
         elif event.kind == "unpaused":
+            spans += [(began.at_ns, event.at_ns)] if began is not None else []
             began = None
         elif began is not None and event.event.get("state") in (
             None, "starting", "promoting", "fencing",
         ):  # fmt: skip
             found.append(f"event {event.seq} while paused: {event.event.get('text')}")
+    spans += [(began.at_ns, _stop_ns(history))] if began is not None else []
+    for from_ns, until_ns in spans:
+        found += _births_and_deaths(history, from_ns + _SCAN_NS, until_ns - _SCAN_NS)
     return found
+
+
+def _births_and_deaths(history: History, from_ns: int, until_ns: int) -> list[str]:
+    hit = {t.pid for f in history.all(Fault) for t in f.targets}
+    found = []
+    for process in history.all(Process):
+        if process.instance.startswith("supervisor"):
+            continue  # a new one may come and adopt; it starts nothing
+        if from_ns < process.seen_ns < until_ns:
+            found.append(f"{process.instance} (pid {process.pid}) was started while paused")
+        if from_ns < process.dead_ns < until_ns and process.pid not in hit:
+            found.append(f"{process.instance} (pid {process.pid}) was ended while paused")
+    return found
+
+
+def judgement_is_limited(history: History) -> list[str]:
+    """Failovers of primaries that live happen at most `intensity` times in a period."""
+    limit = int(history.meta.system.get("intensity", 0) or 0)
+    judged = [e.at_ns for e in history.events("failover_completed")
+              if e.event.get("cause") in ("hung", "wrong")]  # fmt: skip
+    forgiven = [c.at_ns for c in history.all(Command) if c.label.split()[0] == "ack"]
+    found = []
+    for start, end in itertools.pairwise([0, *forgiven, history.ended_ns + 1]):
+        within = [at_ns for at_ns in judged if start <= at_ns < end]
+        busiest = max((sum(a <= b < a + _PERIOD_NS for b in within) for a in within), default=0)
+        if limit and busiest > limit:
+            found.append(f"{busiest} failovers by judgement in a period, {limit} are allowed")
+    return found
+
+
+def answers_were_right(history: History) -> list[str]:
+    """What was asked in the middle of a fault was answered as it must be."""
+    return [f"{f.label}: {f.problem}" for f in history.all(Fault) if f.problem]
 
 
 def whole_after_s(history: History, fault: Fault) -> float | None:

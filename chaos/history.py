@@ -11,7 +11,7 @@ Invariants
 
 import bisect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -40,6 +40,7 @@ __all__ = [
     "Sample",
     "Stream",
     "Target",
+    "WallClock",
 ]
 
 FILE_NAME: Final = "history.jsonl"
@@ -63,6 +64,12 @@ class Clock(msgspec.Struct, frozen=True, tag="clock", tag_field="entry"):
 
     at_ns: int
     unix_s: float
+    offset_s: float = 0.0  # by how much the system's wall clock is off, on purpose
+
+    @property
+    def system_s(self) -> float:
+        """What the system takes for the time of day."""
+        return self.unix_s + self.offset_s
 
 
 class Reference(msgspec.Struct, frozen=True, tag="reference", tag_field="entry"):
@@ -123,6 +130,8 @@ class Fault(msgspec.Struct, frozen=True, tag="fault", tag_field="entry"):
     breaks_streams: bool = False  # client connections end with it: the gateway itself was hit
     is_deadly: bool = True  # the targets end by it (a stop is not)
     note: str = ""
+    spared: list[str] = []  # streams that are known not to have been hit
+    problem: str = ""  # what the system answered wrongly meanwhile
 
 
 class Command(msgspec.Struct, frozen=True, tag="command", tag_field="entry"):
@@ -224,12 +233,13 @@ class Metrics(msgspec.Struct, frozen=True, tag="metrics", tag_field="entry"):
 
 
 class Held(msgspec.Struct, frozen=True, tag="held", tag_field="entry"):
-    """Descriptors by kind of the processes that live long; taken in quiet moments."""
+    """Descriptors by kind and tasks of the living processes; taken in quiet moments."""
 
     at_ns: int
     label: str
     processes: dict[str, dict[str, int]]  # instance:pid -> kind -> count
     strays: list[str] = []  # processes of the system that its status does not name
+    tasks: dict[str, float] = {}  # asyncio tasks: metric -> count
 
 
 class Leftover(msgspec.Struct, frozen=True, tag="leftover", tag_field="entry"):
@@ -251,6 +261,26 @@ Entry = (
 )  # fmt: skip
 
 T = TypeVar("T")
+
+
+class WallClock:
+    """From the time of day, as the system took it, to the monotonic clock.
+
+    Through the last anchor before the moment. "Before" on the system's clock, which jumps where a
+    fault made it jump; no two stretches of a run may lie at the same time of day.
+    """
+
+    def __init__(self, clocks: Iterable[Clock]) -> None:
+        ordered = sorted(clocks, key=lambda c: c.system_s)
+        self._system_s = [clock.system_s for clock in ordered]
+        self._at_ns = [clock.at_ns for clock in ordered]
+
+    def monotonic_ns(self, system_s: float) -> int:
+        """The moment; 0 when there are no anchors."""
+        if not self._at_ns:
+            return 0
+        index = max(0, bisect.bisect_right(self._system_s, system_s) - 1)
+        return self._at_ns[index] + round((system_s - self._system_s[index]) * 1e9)
 
 
 class Recorder:
@@ -285,9 +315,8 @@ class History:
 
     def __init__(self, entries: list[Entry]) -> None:
         self._entries = entries
-        clocks = self.all(Clock)
-        self._clock_s = [clock.unix_s for clock in clocks]
-        self._clock_ns = [clock.at_ns for clock in clocks]
+        self._clocks = self.all(Clock)
+        self._wall_clock = WallClock(self._clocks)
 
     @classmethod
     def load(cls, directory: Path) -> "History":
@@ -318,21 +347,17 @@ class History:
     def ended_ns(self) -> int:
         """The last moment of the record."""
         ends = self.all(End)
-        return ends[-1].at_ns if ends else max(self._clock_ns, default=self.meta.started_ns)
+        return (
+            ends[-1].at_ns
+            if ends
+            else max((c.at_ns for c in self._clocks), default=self.meta.started_ns)
+        )
 
-    def monotonic_ns(self, unix_s: float) -> int:
-        """A moment of the wall clock on the monotonic one, through the nearest anchor."""
-        return to_monotonic_ns(unix_s, self._clock_s, self._clock_ns)
+    def monotonic_ns(self, system_s: float) -> int:
+        """A moment of the system's wall clock on the monotonic one, through the nearest anchor."""
+        return self._wall_clock.monotonic_ns(system_s)
 
     def events(self, *kinds: str) -> Iterator[Event]:
         """Events of these kinds, in order of their numbers."""
         found = (e for e in self.all(Event) if e.kind in kinds)
         yield from sorted(found, key=lambda e: e.seq)
-
-
-def to_monotonic_ns(unix_s: float, clock_s: list[float], clock_ns: list[int]) -> int:
-    """Convert through the last anchor before the moment (the first one, when there is none)."""
-    if not clock_s:
-        return 0
-    index = max(0, bisect.bisect_right(clock_s, unix_s) - 1)
-    return clock_ns[index] + round((unix_s - clock_s[index]) * 1e9)

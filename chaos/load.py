@@ -158,6 +158,16 @@ class OpenLoad:
         """How many streams have got a chunk and have not ended."""
         return sum(1 for client in list(self._clients.values()) if client.chunks)
 
+    def local_ports(self) -> dict[str, int]:
+        """TCP port of each stream's client, as far as it is known."""
+        found = {}
+        for client in list(self._clients.values()):
+            connection = client.response.connection if client.response is not None else None
+            transport = connection.transport if connection is not None else None
+            if transport is not None:
+                found[client.name] = int(transport.get_extra_info("sockname")[1])
+        return found
+
     def longest_silence_s(self) -> float:
         """Longest time since the last chunk, over streams that have got one; 0 for none."""
         now_ns = time.monotonic_ns()

@@ -9,16 +9,18 @@ import contextlib
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from cache.errors import DeadlineExceededError, UnderstudyError
 from chaos.client import StatusView, wait_until
+from chaos.disk import is_writable, small_disk
 from chaos.expecting import Expecting
-from chaos.faults import Role as TargetRole
+from chaos.faultmodel import Role as TargetRole
 from chaos.faults import is_gone
 from chaos.history import (
     FILE_NAME,
@@ -43,16 +45,10 @@ from chaos.system import DEMO_MODEL, RunningSystem, SystemOptions
 from chaos.watching import ProcessWatcher, StatusWatcher, pids_of
 from supervisor.process import ProcessId, own_boot_id, read_marker, read_process_id, signal_process
 
-__all__ = ["HOOKS", "Run", "SkippedError", "perform"]
+__all__ = ["HOOKS", "Run", "perform"]
 
 HOOKS: Final = Path(__file__).resolve().parent / "hooks"
 _CALM_S: Final = 90.0
-
-
-class SkippedError(UnderstudyError):
-    """This machine cannot run the scenario; says why."""
-
-    code = "chaos_skipped"
 
 
 def perform(
@@ -68,32 +64,16 @@ def perform(
         state_dir = directory / "state"
         shutil.rmtree(state_dir, ignore_errors=True)
         if scenario.system.state_disk is not None:
-            disk = stack.enter_context(_small_disk(directory / "disk", scenario.system.state_disk))
-            state_dir = disk / "state"
+            disk = small_disk(
+                directory / "disk", scenario.system.state_disk, scenario.system.state_disk_kind
+            )
+            state_dir = stack.enter_context(disk) / "state"
         recorder = stack.enter_context(Recorder(directory / FILE_NAME))
         run = Run(
             name, scenario, seed=seed, directory=directory, state_dir=state_dir,
             recorder=recorder, tell=tell,
         )  # fmt: skip
         run.perform()
-
-
-@contextlib.contextmanager
-def _small_disk(place: Path, size: str) -> Iterator[Path]:
-    """A file system of its own; what is left on it is copied beside it for later reading."""
-    place.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
-    mounted = subprocess.run(command, capture_output=True, check=False)
-    if mounted.returncode != 0:
-        reason = mounted.stderr.decode(errors="replace").strip()
-        raise SkippedError(f"a small file system cannot be mounted here: {reason}")
-    try:
-        yield place
-        logs = place / "state" / "logs"
-        if logs.is_dir():
-            shutil.copytree(logs, place.parent / "logs", dirs_exist_ok=True)
-    finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=False)  # noqa: S607
 
 
 class Run:
@@ -114,6 +94,8 @@ class Run:
         self.fault_dir = directory / "orders"
         shutil.rmtree(self.fault_dir, ignore_errors=True)
         self.fault_dir.mkdir()
+        if any(s.fault and s.fault.do.kind == "jump_clock" for s in scenario.all_steps()):
+            (self.fault_dir / "wall-clock").write_bytes(struct.pack("d", 0.0))
         self._name = name
         self._scenario = scenario
         self._recorder = recorder
@@ -226,8 +208,10 @@ class Run:
         except (UnderstudyError, OSError, subprocess.SubprocessError) as error:
             self._recorder.add(Leftover(f"it did not stop: {error}"))
             return
+        has_disk = is_writable(self.system.state_dir)
         for text in self.system.leftovers():
-            self._recorder.add(Leftover(text))
+            if has_disk or not text.startswith("socket "):  # nobody could remove it there
+                self._recorder.add(Leftover(text))
 
     # -------------------------------------------------------------------- steps
 
@@ -312,9 +296,11 @@ class Run:
                 breaks_streams=injury.breaks_streams,
                 is_deadly=injury.is_deadly,
                 note=injury.note,
+                spared=list(injury.spared),
+                problem=injury.problem,
             )
         )
-        self._tell(f"fault: {label}")
+        self._tell(f"fault: {label}{': ' + injury.problem if injury.problem else ''}")
 
     def _command(self, step: CommandStep) -> None:
         if step.do != "start_supervisor":  # it follows a fault, with which the next step compares
@@ -391,6 +377,16 @@ class Run:
             self.on_end(lambda: None if is_gone(target) else _continue(process))
         return signal_process(process, sig)
 
+    def jump_clock(self, offset_s: float) -> int:
+        """Shift the system's wall clock; the hook in its processes has mapped the file."""
+        path = self.fault_dir / "wall-clock"
+
+        def shift() -> None:
+            with path.open("r+b") as file:
+                file.write(struct.pack("d", offset_s))
+
+        return self._status.shift_clock(offset_s, shift)
+
     def on_end(self, undo: Callable[[], None]) -> None:
         """Do this when the run ends."""
         self._undo.append(undo)
@@ -428,6 +424,7 @@ def _options(scenario: Scenario, orders: Path, model: Path) -> SystemOptions:
         resume_after=shape.resume_after,
         intensity=shape.intensity,
         max_young_deaths=shape.max_young_deaths,
+        core_dumps=shape.core_dumps,
         extra_environment={
             "UNDERSTUDY_FAULTS": "1",
             "UNDERSTUDY_CHAOS_ORDERS": str(orders),

@@ -13,6 +13,7 @@ calm      drain the load, wait until everything is whole, take stock of descript
 repeat    steps, several times
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -20,7 +21,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cache.errors import UnderstudyError
-from chaos.faults import CATALOGUE, Role
+from chaos.disk import DiskKind
+from chaos.faultmodel import Role
+from chaos.faults import CATALOGUE
 from supervisor.topology.schema import Seconds
 
 __all__ = [
@@ -68,8 +71,10 @@ class SystemShape(_Model):
     resume_after: str | None = None
     intensity: int = 50
     max_young_deaths: int | None = None
+    core_dumps: bool = False
     state_disk: str | None = None
     """Size of a file system of its own for the state directory, such as `8m`."""
+    state_disk_kind: DiskKind = "tmpfs"
 
 
 class LoadStep(_Model):
@@ -136,6 +141,10 @@ class Expect(_Model):
     """No open stream has been silent for two seconds."""
     event: str | None = None
     """An event of this kind since then."""
+    degraded: str | None = None
+    """What the supervisor says that it lacks: disk, descriptors, start, address; `none`."""
+    answers_within: Seconds | None = None
+    """How soon the admin API must have answered, each time that it was asked."""
     streams_end_with: str | None = None
     """The last submitted request has ended with an error of this code."""
     hold: Seconds = 0.0
@@ -202,6 +211,15 @@ class Scenario(_Model):
     in_long_set: bool = True
     """Whether `make chaos` runs it."""
     steps: list[Step]
+
+    def all_steps(self) -> Iterator[Step]:
+        """Every step, those of `repeat` once."""
+        yield from _flat(self.steps)
+
+
+def _flat(steps: list[Step]) -> Iterator[Step]:
+    for step in steps:
+        yield from _flat(step.repeat.steps) if step.repeat is not None else (step,)
 
 
 def names() -> list[str]:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from chaos.history import Event, Held, Metrics, Recorder, Role, to_monotonic_ns
+from chaos.history import Event, Held, Metrics, Recorder, Role, WallClock
 from chaos.system import RunningSystem
 from chaos.watching import StatusWatcher, pids_of
 
@@ -22,7 +22,7 @@ _ROLE_LINE: Final = re.compile(
     r"\[(?P<pid>\d+)\]: role (?P<role>\w+) at epoch (?P<epoch>\d+)"
 )
 _COUNTERS: Final = re.compile(r"understudy_\w+_(?:total|count)(?:\{|$)")
-_LIVES_LONG: Final = ("supervisor", "gateway", "cache", "zygote")
+_TASKS: Final = re.compile(r"understudy_(?:gateway_)?tasks(?:\{|$)")
 
 
 class EventTail:
@@ -68,19 +68,18 @@ class Stock:
         self._events = events
 
     def take(self, label: str) -> None:
-        """In a quiet moment: descriptors of those that live long, strays, counters."""
-        held = {
-            f"{instance}:{process.pid}": _descriptors(process.pid)
-            for process, instance in self._system.marked()
-            if instance.startswith(_LIVES_LONG)
-        }
-        self._recorder.add(Held(time.monotonic_ns(), label, held, self._strays()))
+        """In a quiet moment: descriptors and tasks of all processes, strays, counters."""
+        marked = self._system.marked()
+        held = {f"{name}:{process.pid}": _descriptors(process.pid) for process, name in marked}
+        page = str(self._system.admin.get("/metrics"))
+        tasks = _values(page, _TASKS)
+        self._recorder.add(Held(time.monotonic_ns(), label, held, self._strays(), tasks))
         self._recorder.add(
             Metrics(
                 time.monotonic_ns(),
                 self._system.supervisor.pid,
                 self._events.last_seq(),
-                _counters(str(self._system.admin.get("/metrics"))),
+                _values(page, _COUNTERS),
             )
         )
 
@@ -98,31 +97,29 @@ class Stock:
 
     def record_events(self) -> None:
         """All events, once the system has stopped."""
+        clock = WallClock(self._watcher.clocks)
         for event in self._events.all():
-            self._recorder.add(Event(self._monotonic_ns(float(event.get("time", 0.0))), event))
+            self._recorder.add(Event(clock.monotonic_ns(float(event.get("time", 0.0))), event))
 
     def record_roles(self) -> None:
         """Which roles the engines took, by their logs, once the system has stopped."""
+        clock = WallClock(self._watcher.clocks)
         for path in sorted((self._system.state_dir / "logs").glob("*.log")):
             for line in path.read_text("utf-8", errors="replace").splitlines():
                 if (found := _ROLE_LINE.match(line)) is None:
                     continue
                 stamp = datetime.datetime.strptime(found["time"], "%Y-%m-%d %H:%M:%S").astimezone()
-                at_ns = self._monotonic_ns(stamp.timestamp() + int(found["ms"]) / 1000)
+                at_ns = clock.monotonic_ns(stamp.timestamp() + int(found["ms"]) / 1000)
                 self._recorder.add(
                     Role(at_ns, path.stem, int(found["pid"]), found["role"], int(found["epoch"]))
                 )
 
-    def _monotonic_ns(self, unix_s: float) -> int:
-        clocks = self._watcher.clocks
-        return to_monotonic_ns(unix_s, [c.unix_s for c in clocks], [c.at_ns for c in clocks])
 
-
-def _counters(page: str) -> dict[str, float]:
+def _values(page: str, wanted: re.Pattern[str]) -> dict[str, float]:
     values = {}
     for line in page.splitlines():
         sample, _, value = line.rpartition(" ")
-        if not line.startswith("#") and _COUNTERS.match(sample):
+        if not line.startswith("#") and wanted.match(sample):
             values[sample] = float(value)
     return values
 

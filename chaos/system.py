@@ -12,6 +12,7 @@ Invariants
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -47,6 +48,7 @@ _START_TIMEOUT_S: Final = 150.0
 _STOP_TIMEOUT_S: Final = 30.0
 _SETTLE_TIMEOUT_S: Final = 10.0
 _LOG_TAIL_BYTES: Final = 6000
+_UNLIMITED: Final = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
 class StartError(UnderstudyError):
@@ -89,6 +91,7 @@ class SystemOptions:
     freeze_when: str | None = None
     intensity: int = 50  # failovers by judgement
     max_young_deaths: int | None = None
+    core_dumps: bool = False
     extra_environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -141,6 +144,7 @@ def topology_text(
 version: 1
 name: chaos
 state_dir: {state_dir}
+core_dumps: {str(options.core_dumps).lower()}
 admin: {{listen: "127.0.0.1:{admin_port}"}}
 gateway: {{listen: "127.0.0.1:{gateway_port}", workers: {options.workers}}}
 groups:
@@ -248,6 +252,8 @@ class RunningSystem:
                 start_new_session=True,
             )
         self._supervisors.append(process)
+        if self.options.core_dumps:
+            resource.prlimit(process.pid, resource.RLIMIT_CORE, _UNLIMITED)
         return process
 
     def start(self, *, timeout_s: float = _START_TIMEOUT_S) -> None:

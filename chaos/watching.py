@@ -62,6 +62,8 @@ class StatusWatcher:
         self._loop = _Loop("status", self._look, _STATUS_INTERVAL_S)
         self.last: StatusView | None = None  # the newest that anybody answered
         self.clocks: list[Clock] = []
+        self._offset_s = 0.0
+        self._anchoring = threading.Lock()
 
     def start(self) -> None:
         """Begin."""
@@ -72,10 +74,23 @@ class StatusWatcher:
         self._loop.stop()
         return self._loop.failure
 
-    def _look(self) -> None:
-        clock = Clock(time.monotonic_ns(), time.time())
+    def shift_clock(self, offset_s: float, shift: Callable[[], None]) -> int:
+        """Let the system's wall clock jump, with an anchor on both sides; the moment of it."""
+        with self._anchoring:
+            self._anchor()
+            shift()
+            self._offset_s = offset_s
+            return self._anchor()
+
+    def _anchor(self) -> int:
+        clock = Clock(time.monotonic_ns(), time.time(), self._offset_s)
         self.clocks.append(clock)
         self._recorder.add(clock)
+        return clock.at_ns
+
+    def _look(self) -> None:
+        with self._anchoring:
+            self._anchor()
         began_ns = time.monotonic_ns()
         try:
             status = self._admin.status(timeout_s=1.0)

@@ -147,6 +147,40 @@ def started_while_paused(parts: RecordParts) -> None:
     ]
 
 
+def born_while_paused(parts: RecordParts) -> None:
+    parts.events[9:] = [event(10, "paused", 9 * S), event(11, "unpaused", 11 * S)]
+    parts.processes.append(Process("chat-c-1", 300, 1, 10 * S, 12 * S, 0))
+
+
+def ended_while_paused(parts: RecordParts) -> None:
+    parts.events[9:] = [event(10, "paused", 9 * S), event(11, "unpaused", 11 * S)]
+    parts.processes[2] = replace(parts.processes[2], last_alive_ns=10 * S, dead_ns=10 * S)
+
+
+def answered_wrongly(parts: RecordParts) -> None:
+    parts.faults.append(Fault("malformed", "hostile_clients", 9 * S, 9 * S, problem="got 200"))
+
+
+def judged_too_often(parts: RecordParts) -> None:
+    parts.meta = replace(parts.meta, system={"stable_after": "1s", "intensity": 2})
+    parts.events[9:] = [
+        event(10 + n, "failover_completed", (9 + n) * S, cause="hung") for n in range(3)
+    ]
+
+
+def text_computed_again(parts: RecordParts) -> None:
+    name = 'understudy_gateway_resumed_total{model="chat",source="replay"}'
+    parts.metrics[0].values[name] = 1.0
+
+
+def tasks_grew(parts: RecordParts) -> None:
+    before, after = parts.held
+    parts.held = [
+        replace(before, tasks={"understudy_tasks": 40}),
+        replace(after, tasks={"understudy_tasks": 90}),
+    ]
+
+
 def next_token_late(parts: RecordParts) -> None:
     late = [4 * S + 100 * MS, 4 * S + 900 * MS, KILL_NS + 2 * S, KILL_NS + 2 * S + MS]
     parts.streams[0] = stream("greedy-0#1", 4 * S, late)
@@ -208,12 +242,18 @@ def left_behind(parts: RecordParts) -> None:
         (expectation_missed, "what the scenario expects came"),
         (command_refused, "what the scenario expects came"),
         (started_while_paused, "pause means pause"),
+        (born_while_paused, "pause means pause"),
+        (ended_while_paused, "pause means pause"),
+        (answered_wrongly, "what was asked meanwhile was answered well"),
+        (judged_too_often, "failovers by judgement are limited"),
         (next_token_late, "the next token came within its bound"),
         (never_whole, "the system was whole within its bound"),
         (standby_died_too, "nobody died uninvited"),
         (restarted_too_soon, "who dies young is restarted later and later"),
         (event_missing, "events have no gap"),
         (counter_wrong, "metrics equal the events"),
+        (text_computed_again, "nothing is computed twice"),
+        (tasks_grew, "no task leaks"),
         (descriptors_grew, "no descriptor leaks"),
         (memory_file_kept, "no descriptor leaks"),
         (stray, "no process without an owner"),
@@ -311,6 +351,39 @@ def test_times_of_the_wall_clock_convert_through_the_nearest_anchor() -> None:
     assert history.monotonic_ns(1001.5) == 2 * S + 500 * MS
     assert history.monotonic_ns(1002.001) == 3 * S + 500_000
     assert history.monotonic_ns(999.5) == S - 500 * MS
+
+
+def test_a_clock_that_jumps_on_purpose_is_followed_through_its_jump() -> None:
+    parts = RecordParts()
+    parts.clocks = [
+        Clock(1 * S, 1000.0), Clock(2 * S, 1001.0),
+        Clock(2 * S + MS, 1001.001, -5000.0), Clock(3 * S, 1002.0, -5000.0),
+        Clock(3 * S + MS, 1002.001), Clock(4 * S, 1003.0),
+    ]  # fmt: skip
+    history = parts.history()
+    assert history.monotonic_ns(1000.5) == 1 * S + 500 * MS
+    assert history.monotonic_ns(-3998.5) == 2 * S + 500 * MS
+    assert history.monotonic_ns(1002.5) == 3 * S + 500 * MS
+
+
+def test_a_stream_at_another_worker_must_not_break() -> None:
+    parts = RecordParts()
+    parts.faults.append(Fault("SIGKILL gateway", "signal", 8 * S + 15 * MS, 9 * S,
+                              breaks_streams=True, is_deadly=False))  # fmt: skip
+    parts.streams[1] = replace(parts.streams[1], texts=["ab"], error="reset", has_end_mark=False)
+    passes(parts)
+    parts.faults[-1] = replace(parts.faults[-1], spared=["greedy-0#2"])
+    assert first_broken(parts).name == "every stream is complete and exact"
+
+
+def test_a_stream_that_had_no_text_yet_may_be_computed_anew() -> None:
+    parts = RecordParts()
+    text_computed_again(parts)
+    assert first_broken(parts).name == "nothing is computed twice"
+    parts.streams.append(
+        stream("greedy-0#3", KILL_NS - MS, [KILL_NS + n * MS for n in range(1, 5)])
+    )
+    passes(parts)
 
 
 def test_a_port_that_nobody_holds_refuses_until_the_next_supervisor_serves() -> None:
