@@ -42,7 +42,6 @@ CUT_ACK_S: Final = 0.02
 
 _PUSH_S: Final = 2.0
 _FENCE_S: Final = 2.0
-_UNREAD_TABLES: Final = 1000  # more than a former supervisor can have left in a connection
 _START_S: Final = 30.0
 _BACKLOG: Final = 1024
 
@@ -179,7 +178,8 @@ class GatewayFleet:
         self._services = services
         self._settings = settings
         self._routes = routes
-        self._sequence = 0
+        # Behind every table of a former supervisor of this boot, also those that nobody has read.
+        self._sequence = services.clock.monotonic_ns()
         self._on_worker_death = on_worker_death
         self._known_instances: dict[str, str] = {}
         self._in_force: list[GroupRoute] = []
@@ -274,11 +274,8 @@ class GatewayFleet:
                 asyncio.get_running_loop().call_soon(self.reconcile)
 
     def adopt(self, worker: GatewayUnit) -> None:
-        """Remember a worker that a former supervisor started, and go on counting."""
+        """Remember a worker that a former supervisor started."""
         self._known_instances[worker.name] = worker.instance
-        if worker.status is not None:
-            former = worker.status.sequence
-            self._sequence = max(self._sequence, former + _UNREAD_TABLES)
 
     async def look_after(self) -> None:
         """Ask every worker whether it answers; end those that have not for a while.

@@ -85,6 +85,10 @@ SEEDS: Final[dict[str, Schedule]] = {
         112310, Step(3.3173, "starve", "gateway-0", 2.0), Step(4.0855, "kill", "primary"),
         Step(4.6413, "crash"), heals=True,
     ),
+    "a_table_left_unread_by_the_second_of_three_supervisors_is_ignored_too": _schedule(
+        65066, Step(7.5714, "crash"), Step(9.6027, "stop_on", "", 0.5, "hello", "after"),
+        Step(10.1512, "kill", "gateway-0"), Step(11.3085, "crash"),
+    ),
     "an_engine_whose_control_socket_is_stuck_is_replaced": _schedule(
         100329, Step(2.6734, "kill", "primary"), Step(2.9301, "wrong", "primary", 2.0),
         Step(3.0515, "lose_on", "b", 0.5, "canary", "before"),
