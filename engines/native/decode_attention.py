@@ -20,7 +20,7 @@ import triton.language as tl
 
 from cache.protocol import KvGeometry
 
-__all__ = ["DecodeAttention"]
+__all__ = ["KERNELS", "DecodeAttention"]
 
 _SPLIT: Final = 256
 _BLOCK: Final = 64
@@ -127,6 +127,9 @@ def _add_pieces(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917
         peak = new_peak
     at = (slot * kv_heads * group + tl.program_id(1)) * head_dim + dim
     tl.store(out_ptr + at, (sums / total).to(out_ptr.dtype.element_ty))
+
+
+KERNELS: Final = (_attend_piece, _add_pieces)
 
 
 class DecodeAttention:

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["grouped", "quantise"]
+__all__ = ["KERNELS", "grouped", "quantise"]
 
 _BLOCK: Final = 128
 _LARGEST: Final = tl.constexpr(448.0)  # of float8_e4m3fn
@@ -97,6 +97,9 @@ def _grouped(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917
             total.to(out_ptr.dtype.element_ty),
             mask=is_row[:, None] & is_column[None, :],
         )
+
+
+KERNELS: Final = (_quantise, _grouped)
 
 
 def grouped(

@@ -19,7 +19,7 @@ WARNING: one thread at a time, and only inside `torch.inference_mode`.
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import torch
@@ -113,9 +113,14 @@ class SlotModel:
         """Whether rows of a step share matrix products of a size that depends on routing."""
         return bool(getattr(self._model.config, "num_experts", 0))
 
+    @property
+    def _layers_are_alike(self) -> bool:
+        """Whether one layer uses all the kernels that the others do."""
+        return len({type(layer.mlp) for layer in self._model.model.layers}) == 1
+
     @contextmanager
-    def first_layers(self, count: int) -> Iterator[None]:
-        """Run only the first layers in this block: all have the same shapes, and it is quicker."""
+    def first_layers(self, count: int | None) -> Iterator[None]:
+        """Run only the first layers in this block, None for all; mostly they have like shapes."""
         inner = self._model.model
         layers = inner.layers
         inner.layers = layers[:count]
@@ -180,30 +185,29 @@ class SlotModel:
 
     # ------------------------------------------------------------------ graphs
 
-    def capture_next(
-        self, kv: KvMemoryView, *, is_wanted_elsewhere: Callable[[], bool] = lambda: False
-    ) -> bool:
-        """Capture one more step, the most useful first; False when there is none left.
-
-        Gives up between two layers once `is_wanted_elsewhere`; the next call begins it anew.
-        """
-        if self._graphs is None:
-            return False
+    @contextmanager
+    def giving_way(self, *, once: Callable[[], bool]) -> Iterator[None]:
+        """In this block a capture is given up between two layers, silently, `once` that holds."""
 
         def give_way() -> None:
-            if is_wanted_elsewhere():
+            if once():
                 raise CaptureAbandonedError
 
-        full = kv.geometry.max_length
         self._before_layer = give_way
         try:
-            return self.capture_once("decode", kv, full) or any(
-                self.capture_once("prefill", kv, length) for length in attended_lengths(full)
-            )
-        except CaptureAbandonedError:
-            return True
+            with suppress(CaptureAbandonedError):
+                yield
         finally:
             self._before_layer = None
+
+    def capture_next(self, kv: KvMemoryView) -> bool:
+        """Capture one more step, the most useful first; False when there is none left."""
+        if self._graphs is None:
+            return False
+        full = kv.geometry.max_length
+        return self.capture_once("decode", kv, full) or any(
+            self.capture_once("prefill", kv, length) for length in attended_lengths(full)
+        )
 
     def capture_once(self, kind: StepKind, kv: KvMemoryView, attended: int) -> bool:
         """Capture one step, with no row active; False when it is captured already."""
@@ -220,12 +224,10 @@ class SlotModel:
             return self._prefill(kv, attended)
 
         def rehearse() -> None:
-            with self.first_layers(1):
+            with self.first_layers(1 if self._layers_are_alike else None):
                 step()
 
-        # The first step loads kernels of every layer; later ones only need their own plan.
-        rehearsal = rehearse if self._graphs.count else step
-        self._graphs.capture(kind, kv, attended, rehearse=rehearsal, step=step)
+        self._graphs.capture(kind, kv, attended, rehearse=rehearse, step=step)
         return True
 
     def rehearse(self, kv: KvMemoryView) -> None:

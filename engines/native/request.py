@@ -76,7 +76,7 @@ class RequestPreparer:
         self._tokenizer = skeleton.tokenizer
         self._vocabulary_size = int(skeleton.config.vocab_size)
         self._max_length = max_length
-        self._longest_token = max(len(token) for token in skeleton.tokenizer.get_vocab())
+        self._longest_token = skeleton.longest_token
 
     @staticmethod
     def is_cheap(request: Generate) -> bool:

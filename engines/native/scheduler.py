@@ -118,12 +118,9 @@ class Scheduler:
         self.epoch = 0
 
     def prepare(self) -> None:
-        """Capture and rehearse what a promotion and a canary need; before `run`, once."""
-        kv = self._memory.kv
-        self._model.capture_next(kv)
-        while self._canary.capture():
-            pass
-        self._model.rehearse(kv)
+        """Capture and rehearse what a promotion needs; before `run`, once."""
+        self._model.capture_next(self._memory.kv)
+        self._model.rehearse(self._memory.kv)
 
     def post(self, command: Command) -> None:
         """Give the model thread something to do; from any thread, never blocks.
@@ -191,9 +188,8 @@ class Scheduler:
             return False
         if time.monotonic() < self._capture_from_s or self._keeper.in_state(RowState.PARKED):
             return False
-        self._may_capture = self._model.capture_next(
-            self._memory.kv, is_wanted_elsewhere=lambda: not self._inbox.empty()
-        )
+        with self._model.giving_way(once=lambda: not self._inbox.empty()):
+            self._may_capture = self._canary.capture() or self._model.capture_next(self._memory.kv)
         return self._may_capture
 
     def _has_work(self) -> bool:
@@ -445,8 +441,15 @@ class Scheduler:
         self._free(row, tell=failure)
 
     def _canary_piece(self) -> None:
-        """Half a canary between two steps of serving."""
+        """Half a canary between two steps of serving.
+
+        Its graphs are captured when there is nothing to do; who never has nothing to do pauses
+        for them twice, rather than for every canary that is computed without.
+        """
         if not self._canaries:
+            return
+        is_quiet = time.monotonic() >= self._capture_from_s
+        if self._may_capture and is_quiet and self._canary.capture():
             return
         command, pieces = self._canaries[0]
         try:

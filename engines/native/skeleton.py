@@ -44,6 +44,7 @@ class Skeleton:
     tokenizer: Untyped
     decoding: Decoding
     eos_ids: frozenset[int]
+    longest_token: int  # characters; looking through a vocabulary takes 0.1 s
 
     def kv_geometry(self, *, slots: int, max_length: int) -> KvGeometry:
         """The KV arena this model needs.
@@ -118,6 +119,7 @@ def build_skeleton(load: LoadSpec) -> Skeleton:
         tokenizer=tokenizer,
         decoding=decoding_for(tokenizer.backend_tokenizer),
         eos_ids=_eos_ids(Path(path), config),
+        longest_token=max(map(len, tokenizer.get_vocab())),
     )
 
 
