@@ -21,7 +21,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from cache.rpc import Hello, RpcClient
-from cache.wire import Event
+from cache.wire import Event, encode_frame, listen_unix
 from engines.contract import Accepted, Delta, End, Generate, GenerateError, Usage
 from supervisor.gateway.protocol import (
     PROTOCOL,
@@ -472,6 +472,75 @@ async def test_an_engine_process_killed_in_mid_stream_costs_no_text(gateway: Gat
     assert [(event.group, event.epoch) for event in gateway.first_tokens] == [("chat", 2)]
     counters = await gateway.counters()
     assert (counters.resumed_slot, counters.failed, counters.completed) == (3, 0, 4)
+
+
+async def torn(engine: ScriptedEngine, line: Line, request: Generate) -> None:
+    """End in the middle of a frame."""
+    await line.send(
+        Accepted(PROMPT_IDS, request.epoch, "fresh", exact=True), engine.story.delta(0, 1, 0)
+    )
+    frame = encode_frame(engine.story.delta(1, 1, len(engine.story.text(1))))
+    await line.send_bytes(frame[:-4])
+    await asyncio.sleep(0.02)
+    line.drop()
+
+
+@pytest.mark.parametrize("script", [die_after(5), torn], ids=["end-of-file", "torn-frame"])
+async def test_an_end_of_file_without_a_last_frame_is_no_end(
+    gateway: Gateway, script: Script
+) -> None:
+    a, b = await gateway.engine("a", script), await gateway.engine("b")
+    await gateway.route(a, 1)
+    async with gateway.client() as client:
+        task = asyncio.create_task(chat_text(client))
+        async with asyncio.timeout(10):
+            await a.was_asked.wait()
+            await a.lines[0].got_eof.wait()
+        await gateway.route(b, 2)
+        assert await task == gateway.story.whole
+    assert b.requests[0].request_id == a.requests[0].request_id
+
+
+async def test_a_connection_that_is_reset_in_mid_stream_costs_no_text(gateway: Gateway) -> None:
+    """An engine that dies with bytes unread resets its connection instead of ending it."""
+    path = gateway.folder / "a.gen"
+    with listen_unix(path) as listening:
+        listening.settimeout(10)
+        b = await gateway.engine("b")
+        await gateway.route(path, 1)
+        async with gateway.client() as client:
+            task = asyncio.create_task(chat_text(client))
+            connection, _ = await asyncio.to_thread(listening.accept)
+            frames = (Accepted(PROMPT_IDS, 1, "fresh", exact=True), gateway.story.delta(0, 3, 0))
+            connection.sendall(b"".join(encode_frame(frame) for frame in frames))
+            await gateway.until(lambda status: any(g.tokens for g in status.groups))
+            connection.close()  # the request was never read
+            await gateway.route(b, 2)
+            assert await task == gateway.story.whole
+    assert b.requests[0].resume is not None
+    assert b.requests[0].resume.token_ids == gateway.story.ids[:3]
+
+
+@pytest.mark.parametrize("told", [0, 3])
+async def test_what_an_engine_ends_for_good_is_executed_once(gateway: Gateway, told: int) -> None:
+    """An engine that says "not resumable" has the last word: nobody else is asked."""
+
+    async def fail(engine: ScriptedEngine, line: Line, request: Generate) -> None:
+        if told:
+            accepted = Accepted(PROMPT_IDS, request.epoch, "fresh", exact=True)
+            await line.send(accepted, engine.story.delta(0, told, 0))
+        await line.send(GenerateError("superseded", "it cannot be done again", status=500))
+
+    a, b = await gateway.engine("a", fail), await gateway.engine("b")
+    await gateway.route(a, 1)
+    async with gateway.client() as client:
+        with pytest.raises(openai.APIError):
+            await chat_text(client)
+        await gateway.route(b, 2)
+        assert await chat_text(client) == gateway.story.whole, "the next request, not that one"
+    await gateway.until(lambda status: not any(g.streams_open for g in status.groups))
+    assert len(a.requests) == len(b.requests) == 1
+    assert a.requests[0].request_id != b.requests[0].request_id
 
 
 async def test_a_request_without_streaming_is_protected_too(gateway: Gateway) -> None:
