@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from cache.descriptors import reserve_descriptors
 from cache.errors import UnderstudyError
 from cache.service import CacheService
 
@@ -20,6 +21,7 @@ __all__ = ["main"]
 
 log = logging.getLogger("cache.daemon")
 
+_DESCRIPTORS: Final = 4096
 LOADER_ARGV: Final = (sys.executable, "-m", "cache.loader")
 
 
@@ -68,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--load-timeout", type=float, default=1800.0, metavar="S")
     parser.add_argument("--scrub-rate", type=float, default=512.0, metavar="MIB_PER_S")
     arguments = parser.parse_args(argv)
+    reserve_descriptors(_DESCRIPTORS)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

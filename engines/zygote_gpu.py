@@ -34,8 +34,11 @@ _SLOW_IMPORTS: Final = (
     "cuda.bindings.driver",
     "engines.native.decode_attention",
     "engines.native.fp8_kernels",
+    "cache.devicetensor",
     "triton.backends.nvidia.compiler",
     "triton.backends.nvidia.driver",
+    "triton.compiler.code_generator",
+    "triton.experimental.gluon",
 )
 _TIMEOUT_MS: Final = 60_000
 

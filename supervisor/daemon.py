@@ -11,6 +11,7 @@ from typing import Final
 
 import uvloop
 
+from cache.descriptors import reserve_descriptors
 from supervisor import __version__
 from supervisor.admin.server import AdminServer
 from supervisor.errors import ConfigurationError
@@ -38,6 +39,7 @@ from supervisor.topology.schema import Topology
 
 __all__ = ["run"]
 
+_DESCRIPTORS: Final = 4096
 _FLUSH_S: Final = 2.0
 _PORT_RETRY_S: Final = 1.0
 
@@ -49,6 +51,7 @@ def run(topology: Topology, path: Path, *, observer: RunObserver) -> int:
         UnderstudyError: it could not start; everything that was started is stopped again.
     """
     setup_logging()
+    reserve_descriptors(_DESCRIPTORS)
     RESERVE.open()
     paths = StatePaths(topology.state_dir.absolute())
     with StateLock(paths.root, topology.name):

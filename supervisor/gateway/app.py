@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from cache.descriptors import reserve_descriptors
 from supervisor.gateway.control import ControlServer
 from supervisor.gateway.counters import Counters
 from supervisor.gateway.endpoints import Endpoints
@@ -34,6 +35,7 @@ __all__ = ["Worker", "serve"]
 
 log = logging.getLogger(__name__)
 
+_DESCRIPTORS: Final = 16_384
 _STATS_INTERVAL_S: Final = 1.0
 _LAG_SAMPLE_S: Final = 0.05
 _ABORT_TIMEOUT_S: Final = 2.0
@@ -182,6 +184,7 @@ def _now() -> float:
 async def serve(spec: GatewaySpec) -> None:
     """Run a worker until it has drained."""
     raise_descriptor_limit()
+    reserve_descriptors(_DESCRIPTORS)
     worker = Worker(spec)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
