@@ -109,7 +109,8 @@ class CacheUnit(Unit):
     @property
     def needs_start(self) -> bool:
         """Whether `ensure_serving` has something to do; a daemon that is silent is not asked."""
-        return not self.is_alive or (self.client is not None and not self.is_settled)
+        is_known = self.client is not None and self.status is not None
+        return not self.is_alive or (is_known and not self.is_settled)
 
     @property
     def is_in_short_step(self) -> bool:
@@ -161,10 +162,14 @@ class CacheUnit(Unit):
             timeout_s=timeout_s,
             on_event=self._event,
         )
-        hello = msgspec.json.decode(raw, type=HelloReply)
-        if hello.instance != self.instance:
-            raise StartFailedError(f"{self.name}: {hello.instance} answers at its socket")
-        await self.refresh()
+        try:
+            hello = msgspec.json.decode(raw, type=HelloReply)
+            if hello.instance != self.instance:
+                raise StartFailedError(f"{self.name}: {hello.instance} answers at its socket")
+            await self.refresh()
+        except UnderstudyError:
+            self.disconnect()  # one that is connected is taken for one that can be told to load
+            raise
 
     async def refresh(self) -> CacheStatus:
         """Ask for the newest status."""

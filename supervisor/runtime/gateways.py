@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -17,7 +18,7 @@ import msgspec
 from cache.errors import UnderstudyError
 from cache.wire import Event
 from supervisor.core.restart import RestartPolicy
-from supervisor.errors import ConfigurationError
+from supervisor.errors import ConfigurationError, StartFailedError
 from supervisor.gateway.protocol import (
     PROTOCOL,
     VERSION,
@@ -30,7 +31,7 @@ from supervisor.gateway.protocol import (
     RoutesAck,
 )
 from supervisor.process import ProcessId
-from supervisor.runtime.pulse import Pulse
+from supervisor.runtime.pulse import BEAT_S, Pulse
 from supervisor.runtime.services import Services
 from supervisor.runtime.unit import Unit
 from supervisor.topology.schema import Gateway
@@ -197,7 +198,10 @@ class GatewayFleet:
             )
             for index in range(settings.workers)
         ]
-        self._pulses = [Pulse(w, "status", is_starting=w.starts) for w in self.workers]
+        self._pulses = [
+            Pulse(w, "status", is_starting=w.starts, rejoin=partial(self._rejoin, w))
+            for w in self.workers
+        ]
 
     @property
     def address(self) -> str:
@@ -233,7 +237,7 @@ class GatewayFleet:
     def take_listener(self, listener: socket.socket) -> None:
         """The socket from a living worker; the same one may come from several."""
         if self.listener is None:
-            self.listener = listener
+            self.listener, self.trouble = listener, ""
         else:
             listener.close()
 
@@ -273,9 +277,31 @@ class GatewayFleet:
             if not worker.is_alive:
                 asyncio.get_running_loop().call_soon(self.reconcile)
 
-    def adopt(self, worker: GatewayUnit) -> None:
-        """Remember a worker that a former supervisor started."""
+    async def join(self, worker: GatewayUnit, *, timeout_s: float) -> None:
+        """Connect to a worker that a former supervisor started, and share its listening socket.
+
+        Raises:
+            StartFailedError: it died, or listens elsewhere.
+            UnderstudyError: it does not answer.
+        """
+        await worker.join(timeout_s=timeout_s)
+        try:
+            listener = await worker.listener()
+        except UnderstudyError:
+            worker.disconnect()  # all of it or nothing: it is joined again
+            raise
+        if self.listener is not None and listener.getsockname() != self.listener.getsockname():
+            listener.close()
+            worker.disconnect()
+            raise StartFailedError(f"{worker.name} listens elsewhere")
+        self.take_listener(listener)
         self._known_instances[worker.name] = worker.instance
+
+    async def _rejoin(self, worker: GatewayUnit) -> None:
+        """Connect to one that did not answer when it was adopted."""
+        await self.join(worker, timeout_s=BEAT_S)
+        worker.emit("joined", f"{worker.name} answers now", pid=worker.pid)
+        await self.push(timeout_s=_PUSH_S)
 
     async def look_after(self) -> None:
         """Ask every worker whether it answers; end those that have not for a while.

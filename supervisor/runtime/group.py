@@ -47,7 +47,7 @@ from supervisor.runtime.chores import GroupChores
 from supervisor.runtime.engine import EngineUnit
 from supervisor.runtime.gateways import GatewayFleet
 from supervisor.runtime.operations import OperationLog
-from supervisor.runtime.pulse import Pulse
+from supervisor.runtime.pulse import BEAT_S, Pulse
 from supervisor.runtime.recovery import Recovery
 from supervisor.runtime.services import Services, policy_of
 from supervisor.runtime.strays import Strays, unit_name
@@ -138,9 +138,15 @@ class GroupRuntime:
             for e in group.engines
         ]
         zygote, cache = self.zygote, self.cache
-        self._zygote_pulse = Pulse(zygote, "children", is_starting=lambda: zygote.is_starting)
+        self._zygote_pulse = Pulse(zygote, "children", is_starting=lambda: zygote.is_starting,
+                                   rejoin=lambda: zygote.rejoin(timeout_s=BEAT_S))  # fmt: skip
         self._cache_pulse = (
-            Pulse(cache, "status", is_starting=lambda: cache.is_in_short_step)
+            Pulse(
+                cache,
+                "status",
+                is_starting=lambda: cache.is_in_short_step,
+                rejoin=lambda: cache.rejoin(timeout_s=BEAT_S),
+            )
             if cache is not None
             else None
         )

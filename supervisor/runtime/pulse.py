@@ -3,14 +3,15 @@
 Engines are judged by their progress too; helpers (zygote, cache daemon, gateway worker) have none.
 All are asked something cheap once a second. `UNANSWERED` questions in a row, or for a helper state
 `T` at two looks in a row, make one silent: it lives and is of no use. What follows is decided
-elsewhere; here nothing is signalled.
+elsewhere; here nothing is signalled. One that nobody is connected to (it did not answer in time
+when it was adopted) is connected to first.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from supervisor.core.verdict import STARVED_SHARE
-from supervisor.errors import ConnectionClosedError, DeadlineExceededError, RemoteError
+from supervisor.errors import RemoteError, UnderstudyError
 from supervisor.runtime.unit import Unit
 
 __all__ = ["BEAT_S", "UNANSWERED", "Pulse"]
@@ -29,8 +30,16 @@ class Pulse:
     asked nothing meanwhile. One that waited for a CPU most of the time is starved, and not silent.
     """
 
-    def __init__(self, unit: Unit, verb: str, *, is_starting: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        verb: str,
+        *,
+        is_starting: Callable[[], bool],
+        rejoin: Callable[[], Awaitable[None]],
+    ) -> None:
         self._unit = unit
+        self._rejoin = rejoin
         self._verb = verb
         self._is_starting = is_starting
         self._instance = ""
@@ -55,7 +64,7 @@ class Pulse:
 
     def _is_starved(self) -> bool:
         services, pid = self._unit.services, self._unit.pid
-        if pid is None or self._unit.client is None:
+        if pid is None:
             return False
         delayed_ns = services.machine.cpu(pid).run_delay_ns - self._delay_ns
         return delayed_ns > STARVED_SHARE * (services.clock.monotonic_ns() - self._answered_ns)
@@ -83,9 +92,12 @@ class Pulse:
 
     async def _answers(self) -> bool:
         try:
-            await self._unit.call(self._verb, timeout_s=BEAT_S)
+            if self._unit.client is None:
+                await self._rejoin()
+            else:
+                await self._unit.call(self._verb, timeout_s=BEAT_S)
         except RemoteError:
             return True  # an error is an answer
-        except (ConnectionClosedError, DeadlineExceededError):
+        except (UnderstudyError, OSError):
             return False
         return True

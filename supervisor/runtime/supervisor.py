@@ -280,11 +280,10 @@ class SupervisorRuntime:
 
     async def join(self, unit: Unit, *, timeout_s: float) -> None:
         """Connect to an adopted process; a gateway worker gives its listening socket too."""
-        await unit.join(timeout_s=timeout_s)
         if isinstance(unit, GatewayUnit):
-            if self.fleet.listener is None:
-                self.fleet.take_listener(await unit.listener())
-            self.fleet.adopt(unit)
+            await self.fleet.join(unit, timeout_s=timeout_s)
+        else:
+            await unit.join(timeout_s=timeout_s)
 
     async def _keep_house(self) -> None:
         rounds = itertools.count(1)

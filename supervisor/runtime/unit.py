@@ -272,6 +272,12 @@ class Unit:
         """Connect to the current instance, whoever started it."""
         raise AssertionError(f"{type(self).__name__} cannot be joined within {timeout_s} s")
 
+    async def rejoin(self, *, timeout_s: float) -> None:
+        """Connect to an instance that did not answer in time before."""
+        await self.join(timeout_s=timeout_s)
+        self.emit("joined", f"{self.name} answers now", pid=self.pid, instance=self.instance)
+        self._on_change()
+
     async def connect(
         self,
         path: Path,
@@ -288,9 +294,7 @@ class Unit:
             DeadlineExceededError: no socket, or no answer, in time.
         """
         hello = Hello(protocol, version, instance="supervisor", role="supervisor")
-        if self.client is not None:  # a join that was cut short
-            self.client.close()
-            self.client = None
+        self.disconnect()  # from a join that was cut short
         try:
             async with self.services.patience.within(timeout_s):
                 while True:
@@ -330,9 +334,7 @@ class Unit:
         self.is_lost = True
         if not self.died.done():
             self.died.set_result(None)
-        if self.client is not None:
-            self.client.close()
-            self.client = None
+        self.disconnect()
         self.on_death(process)
         self._on_change()
 
@@ -393,6 +395,10 @@ class Unit:
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Close the control connection, if there is one."""
         if self.client is not None:
             self.client.close()
             self.client = None

@@ -88,7 +88,8 @@ class GroupWatch:
 
     @staticmethod
     def _pulse_of(engine: EngineUnit) -> Pulse:
-        return Pulse(engine, "status", is_starting=lambda: engine.state not in _ASKED)
+        return Pulse(engine, "status", is_starting=lambda: engine.state not in _ASKED,
+                     rejoin=lambda: engine.rejoin(timeout_s=BEAT_S))  # fmt: skip
 
     async def _feel_engines(self) -> None:
         await asyncio.gather(*(p.beat() for p in self._pulses.values()))

@@ -43,12 +43,12 @@ def test_a_pause_during_adoption_forgets_nothing_of_what_was_saved() -> None:
         await stage.order(stage.keeper.life.controller.evict("batch", True, False))
         await asyncio.sleep(1.5)  # the journal has it
         ceiling = stage.keeper.disk.state.epochs["chat"]
-        stage.keeper.life.kill()
         first = stage.keeper.life
+        stage.world.has_descriptors = False  # the second one cannot adopt anything yet
+        first.kill()
         await stage.until(lambda: stage.keeper.life is not first, "the second life", within_s=5)
-        assert not stage.group.is_open
         pausing = stage.keeper.life.create_task(stage.keeper.life.controller.pause())
-        await asyncio.sleep(0.005)  # it is on disk, and nothing was adopted yet
+        await asyncio.sleep(0.5)  # it is on disk
         assert not pausing.done(), "what was found is still looked at"
         assert not stage.group.is_open
         saved = stage.keeper.disk.state
@@ -59,6 +59,7 @@ def test_a_pause_during_adoption_forgets_nothing_of_what_was_saved() -> None:
         assert saved.epochs["chat"] == ceiling
         second = stage.keeper.life
         second.kill()
+        stage.world.has_descriptors = True
         await stage.until(lambda: stage.keeper.life is not second and stage.group.is_open,
                           "the third life", within_s=5)  # fmt: skip
         await stage.order(stage.keeper.life.controller.unpause())
@@ -117,6 +118,25 @@ def test_a_supervisor_that_finds_no_descriptor_adopts_as_soon_as_it_has_some() -
         assert not stage.group.is_open
         stage.world.has_descriptors = True
         await stage.whole(within_s=1)
+        assert {p.instance for p in stage.world.living()} == alive
+
+    play(story, shape=Shape(workers=2))
+
+
+@pytest.mark.parametrize("name", ["zygote-chat", "cache-chat", "gateway-0"])
+def test_a_helper_that_answers_too_late_to_be_adopted_is_joined_later(name: str) -> None:
+    async def story(stage: Stage) -> None:
+        alive = {p.instance for p in stage.world.living()}
+        proc, before = stage.engine(name), stage.keeper.life
+        proc.starved_since_ns, proc.slow_s = stage.world.clock.now_ns, 3.0  # no hello within 2 s
+        before.kill()
+        await stage.until(lambda: stage.keeper.life is not before and stage.group.is_open,
+                          "the next supervisor", within_s=5)  # fmt: skip
+        assert "not_adopted" in stage.kinds()
+        await asyncio.sleep(8)  # as long as it starves it is not blamed
+        proc.delay_ns, proc.starved_since_ns, proc.slow_s = proc.look().run_delay_ns, None, 0.0
+        await stage.until(lambda: "joined" in stage.kinds(), "its answer", within_s=4)
+        await stage.whole()
         assert {p.instance for p in stage.world.living()} == alive
 
     play(story, shape=Shape(workers=2))

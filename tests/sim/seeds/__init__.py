@@ -120,6 +120,9 @@ SEEDS: Final[dict[str, Schedule]] = {
         Step(2.5172, "lose_on", "", 0.5, "fork", "before"), Step(2.5274, "kill", "b"),
         shape=Shape(standbys=2, has_batch=False), heals=True,
     ),
+    "a_zygote_that_waits_for_a_cpu_when_it_is_to_be_adopted_is_joined_later": _schedule(
+        64930, Step(0.0104, "starve", "zygote-chat", 0.6), Step(0.0452, "crash")
+    ),
     "a_stopped_cache_daemon_is_replaced": _schedule(
         114, Step(0.3952, "stop_on", "", 0.5, "attach", "after"), shape=_FULL
     ),
