@@ -44,6 +44,7 @@ class RestartPolicy:
     stable_after_s: float
     max_backoff_s: float
     max_young_deaths: int
+    served_pause_s: float = SERVED_PAUSE_S  # 0 where starts wait for the streams themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class RestartRecord:
         has_served: bool = False,
     ) -> "RestartRecord":
         """The record after one more death, at `now_s`, of a process that lived `lived_s`."""
-        pause_s = SERVED_PAUSE_S if has_served else 0.0
+        pause_s = policy.served_pause_s if has_served else 0.0
         if was_ours:
             return replace(self, restarts=self.restarts + 1, not_before_s=now_s + pause_s)
         if lived_s >= policy.stable_after_s:

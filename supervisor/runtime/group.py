@@ -107,7 +107,7 @@ class GroupRuntime:
         self._chores: dict[str, asyncio.Task[None]] = {}
         self._created = int(services.clock.time())
         self._sentence = ""
-        policy = policy_of(group.failover)
+        policy = policy_of(group.failover, device=group.devices[0])
         self.load = LoadSpec(
             model_path=str(Path(group.model.path).resolve()),
             dtype=group.model.dtype,

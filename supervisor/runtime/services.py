@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from supervisor.core.restart import RestartPolicy
+from supervisor.core.restart import SERVED_PAUSE_S, RestartPolicy
 from supervisor.observe.events import EventLog
 from supervisor.observe.looplag import LoopLag
 from supervisor.observe.metrics import Metrics
@@ -66,9 +66,10 @@ class Services:
         return self.events.degraded
 
 
-def policy_of(failover: Failover) -> RestartPolicy:
+def policy_of(failover: Failover, *, device: str) -> RestartPolicy:
     """The restart policy that a group's `failover` section describes."""
     return RestartPolicy(
+        served_pause_s=SERVED_PAUSE_S if device == "cpu" else 0.0,  # `_let_streams_go_on` waits
         stable_after_s=failover.stable_after,
         max_backoff_s=failover.max_backoff,
         max_young_deaths=failover.max_young_deaths,

@@ -1,5 +1,7 @@
 """Restart policy: lived long, at once; died young, later and later; too often, never."""
 
+from dataclasses import replace
+
 import pytest
 
 from supervisor.core.restart import (
@@ -45,6 +47,15 @@ def test_behind_a_primary_the_streams_go_on_first(was_ours: bool) -> None:
         POLICY, lived_s=60.0, now_s=100.0, was_ours=was_ours, has_served=True
     )
     assert record.not_before_s == 100.0 + SERVED_PAUSE_S
+
+
+def test_there_is_no_pause_where_starts_wait_for_the_streams_themselves() -> None:
+    policy = replace(POLICY, served_pause_s=0.0)
+    record, delays = RestartRecord(), []
+    for _ in range(5):
+        record = record.after_death(policy, lived_s=0.1, now_s=0.0, was_ours=False, has_served=True)
+        delays.append(record.not_before_s)
+    assert delays == [0.0, 0.0, 0.0, FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S]
 
 
 def test_deaths_before_service_count_whatever_lies_between_them() -> None:
