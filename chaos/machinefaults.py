@@ -168,7 +168,6 @@ class CrashWithDumpFault(FaultModel):
         if Path("/proc/sys/kernel/core_pattern").read_text().strip() != "core":
             raise SkippedError("core dumps of this machine go elsewhere")
         world.on_end(lambda: core.unlink(missing_ok=True))
-        core.unlink(missing_ok=True)
         shared = _shared_ranges(target.pid)
         at_ns = time.monotonic_ns()
         world.send(target, signal.SIGSEGV)
@@ -180,6 +179,7 @@ class CrashWithDumpFault(FaultModel):
             raise UnderstudyError(f"{target.instance} left no {core}")
         held = sum(size for start, size in dumped_ranges(core) if start in shared)
         note = f"{core.stat().st_blocks * 512 >> 20} MiB were dumped in {took_s:.1f} s"
+        core.unlink()  # the next fault must not wait for it
         problem = f"{held} bytes of shared memory were dumped" if held else ""
         return Injury(at_ns, (target,), is_deadly=True, note=note, problem=problem)
 
