@@ -273,6 +273,39 @@ class PromoteTwiceFault(FaultModel):
         return Injury(at_ns, note=note, problem="" if is_fine else f"two promotions: {note}")
 
 
+class HitSwitchoverFault(FaultModel):
+    """An operator orders a switchover, and in the middle of it somebody is killed or stopped."""
+
+    kind: Literal["hit_switchover"] = "hit_switchover"
+    target: Role
+    signal: SignalName = "KILL"
+    delay: Seconds = 0.0
+
+    def inject(self, world: World) -> Injury:
+        """The order must be answered, whatever the answer is."""
+        target = world.locate(self.target)
+        answers: list[str] = []
+
+        def promote() -> None:
+            try:
+                reply = world.system.admin.request("POST", "/v1/promote", {}, timeout_s=30)
+                answers.append(str(reply.status))
+            except OSError as error:
+                answers.append(type(error).__name__)
+
+        thread = threading.Thread(target=promote)
+        thread.start()
+        time.sleep(self.delay)
+        at_ns = time.monotonic_ns()
+        world.send(target, signal.Signals[f"SIG{self.signal}"])
+        thread.join(timeout=40)
+        is_deadly = self.signal in _DEADLY
+        problem = "" if answers else "the order to promote was never answered"
+        return Injury(at_ns, (target,), is_deadly=is_deadly,
+                      note=f"{self.delay * 1000:g} ms, answered {'-'.join(answers)}",
+                      problem=problem)  # fmt: skip
+
+
 class PauseSupervisorFault(FaultModel):
     """The supervisor is stopped for a while and continued, as by a debugger or a full host."""
 
@@ -312,6 +345,7 @@ CATALOGUE = Annotated[
     | KillNewbornsFault
     | KillPromotingFault
     | PromoteTwiceFault
+    | HitSwitchoverFault
     | PauseSupervisorFault,
     Field(discriminator="kind"),
 ]

@@ -49,6 +49,7 @@ __all__ = ["HOOKS", "Run", "perform"]
 
 HOOKS: Final = Path(__file__).resolve().parent / "hooks"
 _CALM_S: Final = 90.0
+_STREAM_S: Final = 5.0
 
 
 def perform(
@@ -278,6 +279,8 @@ class Run:
                 self._command(CommandStep(do="start_supervisor"))
 
     def _fault(self, step: FaultStep) -> None:
+        if step.bounds.next_token is not None:
+            self._await_streams()
         self._remember()
         fault = step.do
         injury = fault.inject(self)
@@ -301,6 +304,11 @@ class Run:
             )
         )
         self._tell(f"fault: {label}{': ' + injury.problem if injury.problem else ''}")
+
+    def _await_streams(self) -> None:
+        """A bound on the next token says nothing while nobody waits for one."""
+        with contextlib.suppress(DeadlineExceededError):  # the run is not judged then
+            wait_until(lambda: self.load.flowing_streams > 0, "a stream", timeout_s=_STREAM_S)
 
     def _command(self, step: CommandStep) -> None:
         if step.do != "start_supervisor":  # it follows a fault, with which the next step compares
