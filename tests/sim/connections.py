@@ -241,6 +241,7 @@ class FakeHandle:
 
     def __init__(self, machine: "FakeMachine", process: ProcessId, marker: Marker) -> None:
         self.process = process
+        self._reported: int | None = None
         self._machine = machine
         self._marker = marker
 
@@ -254,7 +255,8 @@ class FakeHandle:
         return self._machine.signal(self.process, sig)
 
     def report_exit(self, exit_status: int) -> None:
-        """Nobody asks for it here."""
+        """The zygote has reaped it."""
+        self._reported = exit_status
 
     async def wait_reaped(self, *, timeout_s: float) -> int | None:
         """See the port."""
@@ -263,7 +265,8 @@ class FakeHandle:
             reaped: asyncio.Future[None] = self._machine.loop.create_future()
             proc.on_reaped.append(lambda: None if reaped.done() else reaped.set_result(None))
             await asyncio.wait([reaped], timeout=timeout_s)
-        return None
+        is_ours = proc.parent is None and proc.child_of is self._machine
+        return os.waitstatus_to_exitcode(proc.wait_status) if is_ours else self._reported
 
     async def terminate(self, *, grace_s: float) -> bool:
         """See the port."""

@@ -39,8 +39,6 @@ FINGERPRINT = Fingerprint(
 MANIFEST = Manifest(FINGERPRINT, 4096, [4096], [])
 GEOMETRY = KvGeometry(layers=1, slots=4, kv_heads=1, max_length=128, head_dim=4, dtype="float32")
 
-_KILLED_STATUS = 9  # wait status of a process that SIGKILL ended
-
 
 class FakeGateway(Proc):
     """A gateway worker: its table, and whether it forwards anything."""
@@ -169,7 +167,7 @@ class FakeZygote(Proc):
     def child_reaped(self, child: Proc) -> None:
         """Report how it ended."""
         record = ChildRecord(
-            child.instance, child.process.pid, child.process.start_ticks, _KILLED_STATUS
+            child.instance, child.process.pid, child.process.start_ticks, child.wait_status
         )
         self._records.append(record)
         self.when_running(lambda: self.notify("exited", record))

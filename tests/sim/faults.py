@@ -1,6 +1,7 @@
 """What goes wrong: the steps of a schedule, done to the world."""
 
 from collections.abc import Callable
+from signal import SIGSEGV
 
 from tests.sim.driver import Keeper
 from tests.sim.fakeengine import FakeEngine
@@ -19,7 +20,8 @@ class Applier:
         self._world = world
         self._keeper = keeper
         self._apply: dict[str, Callable[[Step], None]] = {
-            "kill": self._kill, "stop": self._stop, "wake": self._wake, "hang": self._hang,
+            "kill": self._kill, "segv": self._segv, "stop": self._stop, "wake": self._wake,
+            "hang": self._hang,
             "starve": self._starve, "wrong": self._wrong, "unhealthy": self._unhealthy,
             "slow": self._slow, "unkillable": self._unkillable, "doom": self._doom,
             "crash": lambda _: self._keeper.life.kill(),
@@ -58,6 +60,12 @@ class Applier:
 
     def _kill(self, step: Step) -> None:
         if (proc := self._blemish(step)) is not None:
+            proc.kill()
+
+    def _segv(self, step: Step) -> None:
+        """It crashes by its own fault; the gateways are told who has crashed."""
+        if (proc := self._blemish(step)) is not None:
+            proc.wait_status = SIGSEGV.value
             proc.kill()
 
     def _stop(self, step: Step) -> None:

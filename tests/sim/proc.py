@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from signal import SIGKILL
 from typing import TYPE_CHECKING, Any
 
 from supervisor.runtime.machine import CpuLook
@@ -61,6 +62,8 @@ class Proc:
         self.born_ns = world.clock.now_ns
         self.died_ns: int | None = None
         self.is_reaped = False
+        self.wait_status = SIGKILL.value
+        self.child_of = world.machine  # reaps it, unless a zygote does
         self.is_blemished = ""  # the fault that touched it: a supervisor may end it now
         self.evidence_delay_s: float | None = None  # unkillable for so long
         self.slow_s = 0.0

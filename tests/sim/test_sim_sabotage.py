@@ -8,14 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_state
 
 from supervisor.core.decide import Decision, GroupSnapshot, decide
+from supervisor.core.states import StateEvent
 from supervisor.runtime import group as group_module
 from supervisor.runtime.cache import CacheUnit
 from supervisor.runtime.chores import GroupChores
+from supervisor.runtime.commands import GroupCommands
+from supervisor.runtime.engine import EngineUnit
 from supervisor.runtime.gateways import GatewayFleet
 from supervisor.runtime.group import GroupRuntime
+from supervisor.runtime.operations import OpenOperation
 from tests.sim.machine import FakeMachine
+from tests.sim.records import SimDisk
 from tests.sim.schedule import Schedule, Step
 from tests.sim.shapes import Shape
 from tests.sim.simulate import simulate
@@ -58,6 +64,43 @@ def test_an_epoch_given_out_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(GroupRuntime, "set_epoch", lambda _group, _epoch: None)
     found = objections(Step(3.0, "kill", "primary"))
     assert "were both primary of epoch 1" in found
+
+
+def test_an_epoch_that_comes_again_behind_a_reboot_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgetful = property(lambda _: 0, lambda _group, _ceiling: None)
+    monkeypatch.setattr(GroupRuntime, "epoch_ceiling", forgetful, raising=False)
+    assert "were both primary of epoch 1" in objections(Step(3.0, "reboot"))
+
+
+def test_a_crash_of_the_supervisor_that_ends_a_pause_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = SimDisk.load
+    monkeypatch.setattr(SimDisk, "load", lambda disk: replace_state(load(disk), paused=False))
+    found = objections(Step(3.0, "pause"), Step(3.1, "crash"), Step(3.2, "kill", "b"))
+    assert "b was started while paused" in found
+
+
+def test_a_fence_that_only_asks_and_acts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    attest = GroupCommands.attest
+
+    async def hasty(commands: GroupCommands, name: str, *, is_confirmed: bool) -> OpenOperation:
+        return await attest(commands, name, is_confirmed=is_confirmed or True)
+
+    monkeypatch.setattr(GroupCommands, "attest", hasty)
+    found = objections(Step(3.0, "unkillable", "a", -1.0), Step(8.0, "fence", "a"))
+    assert "the fence of a was not only explained" in found
+
+
+def test_a_process_whose_unit_was_sent_away_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sloppy(commands: GroupCommands, unit: EngineUnit, _: OpenOperation) -> None:
+        unit.apply(StateEvent.CONDEMNED)
+        unit.apply(StateEvent.FENCE_PROVEN)
+        unit.apply(StateEvent.EVICTION_COMPLETED)
+
+    monkeypatch.setattr(GroupCommands, "_end_batch", sloppy)
+    found = objections(Step(3.0, "evict", "batch"), shape=Shape())
+    assert "nobody owns batch-" in found
 
 
 def test_a_chore_that_nobody_does_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,7 @@ class World:
         self.doomed[proc.unit] -= 1
         self.judge.note(f"{proc} crashes while it starts")
         proc.is_blemished = "crashes at start"
+        proc.wait_status = 1 << 8  # exit(1)
         proc.kill()
         return True
 
