@@ -184,7 +184,13 @@ class Bench:
         return found
 
     def idle(self) -> None:
-        self.until(lambda: self.meter.active == self.meter.parked == self.meter.queued == 0)
+        """Nothing runs and every command is carried out, those that free slots included."""
+
+        def is_idle() -> bool:
+            has_rows = self.meter.active or self.meter.parked or self.meter.queued
+            return not has_rows and self.page.get("posted") == self.page.get("handled")
+
+        self.until(is_idle)
 
 
 @contextmanager
