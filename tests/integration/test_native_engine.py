@@ -37,6 +37,7 @@ from engines.contract import (
     ReleaseGateway,
     Resume,
 )
+from supervisor.health.openai import HttpEngine
 from tests.integration.engines_support import (
     ROOT,
     Engine,
@@ -495,6 +496,17 @@ async def test_health_and_metrics(engine: Engine) -> None:
     assert 'understudy_native_slots{engine="chat-a",group="chat"} 4.0' in text
     assert 'understudy_native_step_seconds_bucket{engine="chat-a",group="chat",le="+Inf"}' in text
     assert (await http(engine, "/else"))[0] == 404
+
+
+async def test_the_page_tells_its_progress_as_that_of_any_http_engine(engine: Engine) -> None:
+    socket = engine.run_dir / f"{engine.spec.instance}.http"
+    outside = HttpEngine("http://engine", socket)
+    before = await outside.counters(timeout_s=5.0)
+    assert before is not None
+    await engine.complete(body(5))
+    after = await outside.counters(timeout_s=5.0)
+    assert after is not None
+    assert after.work > before.work
 
 
 async def test_status_tells_what_start_up_found(engine: Engine, running: Running) -> None:

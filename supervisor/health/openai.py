@@ -1,0 +1,165 @@
+"""An engine that is known by its HTTP API only: health, progress, and a known answer.
+
+Works with whatever serves `/health`, a Prometheus `/metrics` and OpenAI's `/v1/completions`, over
+TCP or a Unix socket. What it finds becomes samples for `ProgressJudge`, as with native engines.
+
+Invariants
+    1. Every question has a deadline, and its answer a bound.
+    2. No answer, 4xx, 429 and 503 are no statement about the engine: a full queue is not an
+       illness. Only a 200 with another text than the known one is a wrong answer.
+    3. A page that does not come keeps what was known last: an engine whose HTTP server hangs too
+       had work or had none, and has not moved since.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from cache.wire import unix_address
+from supervisor.core.verdict import Sample
+from supervisor.health.counters import EngineCounters, read_counters
+
+__all__ = ["CpuUse", "HttpEngine", "HttpProgress", "KnownAnswer"]
+
+_OK: Final = 200
+_MAX_PAGE_BYTES: Final = 8 << 20
+_CANARY_TOKENS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CpuUse:
+    """What the kernel says of the engine's process; see `supervisor.process`."""
+
+    is_stopped: bool
+    on_cpu_ns: int
+    run_delay_ns: int
+    is_runnable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HttpEngine:
+    """Where an engine answers."""
+
+    base_url: str  # `http://127.0.0.1:8001`, or any host with `socket`
+    socket: Path | None = None
+
+    async def counters(self, *, timeout_s: float) -> EngineCounters | None:
+        """Its counters now; None when no page came, or none that is understood."""
+        answer = await self._ask("GET", "/metrics", None, timeout_s)
+        if answer is None or answer[0] != _OK:
+            return None
+        return read_counters(answer[1].decode("utf-8", errors="replace"))
+
+    async def is_healthy(self, *, timeout_s: float) -> bool | None:
+        """True for 200, False for any other status, None when there was no answer in time."""
+        answer = await self._ask("GET", "/health", None, timeout_s)
+        return None if answer is None else answer[0] == _OK
+
+    async def complete(self, model: str, prompt: str, *, timeout_s: float) -> str | None:
+        """The greedy answer to a prompt; None when there was none, for whatever reason."""
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": _CANARY_TOKENS,
+            "temperature": 0,
+            "seed": 0,
+        }
+        answer = await self._ask("POST", "/v1/completions", body, timeout_s)
+        if answer is None or answer[0] != _OK:
+            return None
+        return _text_of(answer[1])
+
+    async def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
+    ) -> tuple[int, bytes] | None:
+        limit = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            if self.socket is None:
+                return await _request(aiohttp.TCPConnector(), limit, method,
+                                      self.base_url + path, body)  # fmt: skip
+            with unix_address(self.socket) as address:
+                connector = aiohttp.UnixConnector(path=address)
+                return await _request(connector, limit, method, self.base_url + path, body)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return None
+
+
+async def _request(
+    connector: aiohttp.BaseConnector,
+    limit: aiohttp.ClientTimeout,
+    method: str,
+    url: str,
+    body: dict[str, Any] | None,
+) -> tuple[int, bytes]:
+    async with (
+        aiohttp.ClientSession(connector=connector, timeout=limit) as session,
+        session.request(method, url, json=body) as response,
+    ):
+        data = bytearray()
+        async for piece in response.content.iter_any():
+            data += piece
+            if len(data) > _MAX_PAGE_BYTES:
+                raise aiohttp.ClientPayloadError("the answer is too long")
+        return response.status, bytes(data)
+
+
+def _text_of(data: bytes) -> str | None:
+    """The text of a completion; None when it is none."""
+    try:
+        answer = json.loads(data)
+        text = answer["choices"][0]["text"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return text if isinstance(text, str) else None
+
+
+class HttpProgress:
+    """Turns looks at one instance into samples."""
+
+    def __init__(self) -> None:
+        self._last: EngineCounters | None = None
+
+    def sample(
+        self, counters: EngineCounters | None, cpu: CpuUse, *, at_ns: int, open_requests: int = 0
+    ) -> Sample | None:
+        """The sample of this look; None before the first page.
+
+        Args:
+            counters: what the page said; None when it did not come.
+            cpu: of the engine's process, read at the same moment.
+            at_ns: CLOCK_MONOTONIC of the look.
+            open_requests: that we know to be at the engine: it may not count them itself.
+        """
+        self._last = counters or self._last
+        if self._last is None:
+            return None
+        return Sample(
+            at_ns=at_ns,
+            steps=self._last.work,
+            has_work=bool(self._last.requests or open_requests),
+            is_stopped=cpu.is_stopped,
+            on_cpu_ns=cpu.on_cpu_ns,
+            run_delay_ns=cpu.run_delay_ns,
+            is_runnable=cpu.is_runnable,
+        )
+
+
+class KnownAnswer:
+    """A prompt with a known answer: the first one, or the one that an earlier instance gave."""
+
+    def __init__(self, model: str, prompt: str, expected: str | None = None) -> None:
+        self._model = model
+        self._prompt = prompt
+        self.expected = expected
+
+    async def check(self, engine: HttpEngine, *, timeout_s: float) -> bool | None:
+        """Whether the engine answers as it must; None when it did not answer."""
+        text = await engine.complete(self._model, self._prompt, timeout_s=timeout_s)
+        if text is None:
+            return None
+        if self.expected is None:
+            self.expected = text
+        return text == self.expected

@@ -1,0 +1,45 @@
+"""The progress that a `/metrics` page tells, in the words of different engines."""
+
+import pytest
+
+from supervisor.health.counters import EngineCounters, read_counters
+
+VLLM = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="a } b"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="a } b"} 3.0
+vllm:prompt_tokens_total{engine="0",model_name="a } b"} 100.0
+vllm:generation_tokens_total{engine="0",model_name="a } b"} 41.0
+vllm:generation_tokens_total{engine="1",model_name="a } b"} 1.0 1700000000
+process_cpu_seconds_total 12.5
+"""
+SGLANG = """\
+sglang:num_running_reqs{model_name="m"} 1.0
+sglang:num_queue_reqs{model_name="m"} 0.0
+sglang:num_used_tokens{model_name="m"} 512.0
+sglang:prompt_tokens_total{model_name="m"} 8.0
+"""
+NATIVE = """\
+understudy_native_tokens_total{group="chat"} 9.0
+understudy_native_prefill_chunks_total{group="chat"} 2.0
+understudy_native_active{group="chat"} 1.0
+understudy_native_queued{group="chat"} 4.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("page", "work", "requests"),
+    [(VLLM, 142, 5), (SGLANG, 520, 1), (NATIVE, 11, 5)],
+    ids=["vllm", "sglang", "native"],
+)
+def test_each_dialect_is_understood(page: str, work: int, requests: int) -> None:
+    assert read_counters(page) == EngineCounters(work, requests)
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["", "# nothing\n", "go_goroutines 7\n", "vllm:generation_tokens_total NaN\n", "a{b\nc d e\n{"],
+)
+def test_a_page_without_progress_says_nothing(page: str) -> None:
+    assert read_counters(page) is None
