@@ -37,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     run.add_argument("--scenario", action="append", default=[], help="name; may be repeated")
     run.add_argument("--all", action="store_true", help="the long set: every scenario of it")
     run.add_argument("--seed", type=int, help="default: a random one, which is printed")
+    run.add_argument("--device", default="cpu", help="what engines compute on: cpu, or cuda:0")
     run.add_argument("--out", type=Path, help="folder of the record and its report")
     verbs.add_parser("list", help="scenarios and faults")
     check = verbs.add_parser("check", help="judge a recorded run again")
@@ -87,11 +88,11 @@ def _run(given: argparse.Namespace) -> int:
     for name in chosen:
         out = given.out or _OUT
         directory = out if given.out is not None and len(chosen) == 1 else out / f"{name}-{seed}"
-        codes.append(run_and_judge(name, seed, directory))
+        codes.append(run_and_judge(name, seed, directory, device=given.device))
     return max((code for code in codes if code != 4), default=4)
 
 
-def run_and_judge(name: str, seed: int, directory: Path) -> int:
+def run_and_judge(name: str, seed: int, directory: Path, *, device: str = "cpu") -> int:
     """One scenario from start to report; the exit code."""
     scenario = load_scenario(name)
     began_s = time.monotonic()
@@ -101,7 +102,7 @@ def run_and_judge(name: str, seed: int, directory: Path) -> int:
         _say(f"{time.monotonic() - began_s:7.1f} {text}")
 
     try:
-        perform(name, scenario, seed=seed, directory=directory, tell=tell)
+        perform(name, scenario, seed=seed, device=device, directory=directory, tell=tell)
     except SkippedError as error:
         _say(f"skipped: {error}")
         return 4

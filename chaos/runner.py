@@ -53,7 +53,13 @@ _STREAM_S: Final = 5.0
 
 
 def perform(
-    name: str, scenario: Scenario, *, seed: int, directory: Path, tell: Callable[[str], None]
+    name: str,
+    scenario: Scenario,
+    *,
+    seed: int,
+    device: str,
+    directory: Path,
+    tell: Callable[[str], None],
 ) -> None:
     """Run a scenario and leave its record (and the system's logs) in `directory`.
 
@@ -71,7 +77,7 @@ def perform(
             state_dir = stack.enter_context(disk) / "state"
         recorder = stack.enter_context(Recorder(directory / FILE_NAME))
         run = Run(
-            name, scenario, seed=seed, directory=directory, state_dir=state_dir,
+            name, scenario, seed=seed, device=device, directory=directory, state_dir=state_dir,
             recorder=recorder, tell=tell,
         )  # fmt: skip
         run.perform()
@@ -86,6 +92,7 @@ class Run:
         scenario: Scenario,
         *,
         seed: int,
+        device: str,
         directory: Path,
         state_dir: Path,
         recorder: Recorder,
@@ -103,7 +110,7 @@ class Run:
         self._tell = tell
         shutil.rmtree(directory / "model", ignore_errors=True)
         model = make_near_tie_model(DEMO_MODEL, directory / "model", seed=seed)
-        self._options = _options(scenario, self.fault_dir, model)
+        self._options = _options(scenario, self.fault_dir, model, device)
         self.system = RunningSystem(directory, self._options, state_dir=state_dir)
         pool = make_pool(scenario.pool, tokens=scenario.tokens, seed=seed)
         self._pool = pool
@@ -143,7 +150,7 @@ class Run:
             started_ns=time.monotonic_ns(),
             started_unix_s=time.time(),
             machine=this_machine(),
-            system=scenario.system.model_dump(),
+            system={"device": self._options.device, **scenario.system.model_dump()},
             gaps_are_judged=scenario.gaps_are_judged,
         )
 
@@ -417,9 +424,10 @@ def _continue(process: ProcessId) -> None:
     signal_process(process, signal.SIGCONT)
 
 
-def _options(scenario: Scenario, orders: Path, model: Path) -> SystemOptions:
+def _options(scenario: Scenario, orders: Path, model: Path, device: str) -> SystemOptions:
     shape = scenario.system
     return SystemOptions(
+        device=device,
         model=model,
         standby=shape.standby,
         batch=shape.batch,

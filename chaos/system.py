@@ -74,8 +74,9 @@ class LeftBehindError(UnderstudyError):
 
 @dataclass(frozen=True, slots=True)
 class SystemOptions:
-    """The shape of a generated topology: one group `chat` on the CPU."""
+    """The shape of a generated topology: one group `chat`."""
 
+    device: str = "cpu"
     standby: bool = True
     batch: bool = False
     ballast: str = "0MiB"  # private memory of each engine, so that its death takes a real time
@@ -140,6 +141,7 @@ def topology_text(
     failover = f"intensity: {options.intensity}, period: 10m, stable_after: {options.stable_after}"
     if options.max_young_deaths is not None:
         failover += f", max_young_deaths: {options.max_young_deaths}"
+    dtype = "float32" if options.device == "cpu" else "bfloat16"
     return f"""\
 version: 1
 name: chaos
@@ -149,8 +151,8 @@ admin: {{listen: "127.0.0.1:{admin_port}"}}
 gateway: {{listen: "127.0.0.1:{gateway_port}", workers: {options.workers}}}
 groups:
   - name: chat
-    model: {{path: {options.model}, dtype: float32, quantization: none}}
-    devices: [cpu]
+    model: {{path: {options.model}, dtype: {dtype}, quantization: none}}
+    devices: ["{options.device}"]
     cache: {{mode: {options.cache_mode}, on_mismatch: reload}}
     kv: {{slots: {options.slots}, max_length: {options.max_length}}}
     engines:
