@@ -57,7 +57,7 @@ def perform(
     scenario: Scenario,
     *,
     seed: int,
-    device: str,
+    device: str = "cpu",
     directory: Path,
     tell: Callable[[str], None],
 ) -> None:
