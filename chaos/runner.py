@@ -102,7 +102,7 @@ class Run:
         self.fault_dir = directory / "orders"
         shutil.rmtree(self.fault_dir, ignore_errors=True)
         self.fault_dir.mkdir()
-        if any(s.fault and s.fault.do.kind == "jump_clock" for s in scenario.all_steps()):
+        if "jump_clock" in scenario.kinds_of_faults():
             (self.fault_dir / "wall-clock").write_bytes(struct.pack("d", 0.0))
         self._name = name
         self._scenario = scenario

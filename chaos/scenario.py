@@ -216,6 +216,12 @@ class Scenario(_Model):
         """Every step, those of `repeat` once."""
         yield from _flat(self.steps)
 
+    def kinds_of_faults(self) -> set[str]:
+        """Kinds of all faults that may happen."""
+        steps = list(self.all_steps())
+        drawn = {fault.kind for step in steps if step.storm for fault in step.storm.faults}
+        return drawn | {step.fault.do.kind for step in steps if step.fault}
+
 
 def _flat(steps: list[Step]) -> Iterator[Step]:
     for step in steps:

@@ -44,12 +44,7 @@ def test_every_fault_of_the_catalogue_says_what_it_is_and_has_a_name() -> None:
 
 
 def test_every_kind_of_fault_is_used_by_some_scenario() -> None:
-    used = {
-        step.fault.do.kind
-        for name in names()
-        for step in all_steps(load_scenario(name).steps)
-        if step.fault is not None
-    }
+    used = set().union(*(load_scenario(name).kinds_of_faults() for name in names()))
     assert used == {fault.model_fields["kind"].default for fault in catalogue()}
 
 
