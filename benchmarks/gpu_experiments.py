@@ -21,11 +21,14 @@ from chaos.system import RunningSystem
 from supervisor.process.identity import ProcessId
 
 __all__ = [
+    "RESTORED_S",
+    "STREAMS_S",
     "Situation",
     "batch_ladder",
     "beside_others",
     "kill_primary",
     "memory_of_parts",
+    "run_streams",
     "speed_of_library",
     "speed_of_system",
     "stop_and_switch",
@@ -35,8 +38,8 @@ __all__ = [
 Fault = Callable[[RunningSystem, int], tuple[str, int]]
 """Does something to a system; its name and its moment in monotonic nanoseconds."""
 
-_RESTORED_S: Final = 60.0
-_STREAMS_S: Final = 300.0
+RESTORED_S: Final = 60.0
+STREAMS_S: Final = 300.0
 
 
 @dataclass(slots=True)
@@ -68,7 +71,7 @@ class Situation:
 def run_streams(at: Situation, requests: Sequence[StreamRequest]) -> list[StreamRecord]:
     """Run to the end; every stream must be complete."""
     with StreamFleet(at.system.base_url, requests) as fleet:
-        records = fleet.wait_done(timeout_s=_STREAMS_S)
+        records = fleet.wait_done(timeout_s=STREAMS_S)
     check_streams(records, {r.request.name: r.text for r in records})
     return records
 
@@ -137,7 +140,7 @@ def _under_faults(
                 restored.append((time.monotonic_ns() - moment_ns) / 1e6)
             # Far enough from the next fault to tell their gaps apart.
             time.sleep(pauses.uniform(0.6, 0.9) if kind == "switchover" else 0.3)
-        records = fleet.wait_done(timeout_s=_STREAMS_S)
+        records = fleet.wait_done(timeout_s=STREAMS_S)
     check_streams(records, at.texts)
     figures = []
     for one in dict.fromkeys(kind for kind, _ in moments):
@@ -158,7 +161,7 @@ def _under_faults(
 
 
 def _wait_whole(system: RunningSystem, old: ProcessId) -> None:
-    system.wait_whole(timeout_s=_RESTORED_S, not_led_by=old)
+    system.wait_whole(timeout_s=RESTORED_S, not_led_by=old)
 
 
 def _phases(system: RunningSystem, count: int) -> dict[str, list[float]]:
@@ -226,7 +229,7 @@ def beside_others(at: Situation) -> list[Figure]:
     time.sleep(1.0)
     pace("alone")
     admin.post("/v1/unpause")
-    at.system.wait_whole(timeout_s=_RESTORED_S)
+    at.system.wait_whole(timeout_s=RESTORED_S)
     return figures
 
 
@@ -240,7 +243,7 @@ def memory_of_parts(at: Situation) -> list[Figure]:
     without = card.settled_mib()
     bare = _bare_context_mib(card)
     admin.post("/v1/unpause")
-    system.wait_whole(timeout_s=_RESTORED_S)
+    system.wait_whole(timeout_s=RESTORED_S)
     cache = admin.status().group.cache[0]
     arenas = (cache.weights_bytes + cache.kv_bytes) / (1 << 20)
     others = without - at.empty_mib - arenas

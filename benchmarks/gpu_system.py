@@ -64,6 +64,7 @@ class GpuShape:
     model: Path
     device: str = "cuda:0"
     quantization: str = "none"
+    cache_mode: str = "daemon"
     slots: int = 8
     max_length: int = 32_768
     standby: bool = True
@@ -95,18 +96,18 @@ groups:
   - name: chat
     model: {{path: {shape.model}, dtype: {dtype}, quantization: {shape.quantization}}}
     devices: ["{shape.device}"]
-    cache: {{mode: daemon, on_mismatch: reload}}
+    cache: {{mode: {shape.cache_mode}, on_mismatch: reload}}
     kv: {{slots: {shape.slots}, max_length: {shape.max_length}}}
     engines:
 {engines}
-    health: {{interval: 100ms, hang_after: 400ms, canary: 2s}}
+    health: {{interval: 100ms, hang_after: 400ms, canary: 10s}}
     failover: {{intensity: 1000, period: 10m, stable_after: 500ms}}
 """,
         "utf-8",
     )
     return RunningSystem(
         folder,
-        SystemOptions(standby=shape.standby, batch=shape.batch),
+        SystemOptions(device=shape.device, standby=shape.standby, batch=shape.batch),
         topology=topology,
         state_dir=folder / "state",
         ports=(gateway_port, admin_port),

@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -34,8 +34,13 @@ from benchmarks.gpu_experiments import (
     stop_and_switch,
     undisturbed,
 )
+from benchmarks.gpu_redundancy import kill_alone, kill_standby, kill_with_zygote, restarts
 from benchmarks.gpu_system import Card, Figure, GpuShape, NoCard, gpu_system, requests_for
 from benchmarks.report import ROOT, commit, this_machine
+from chaos.system import RunningSystem
+
+Ways = Sequence[tuple[str, Callable[[RunningSystem], int], int]]
+"""Name, fault and rounds of each way to restart."""
 
 LONG_PROMPTS: Final = (8_000, 8_000, 8_000, 10_000, 12_000, 16_000, 20_000, 28_000)
 _TINY: Final = {
@@ -190,10 +195,11 @@ class Run:
 
     def all(self) -> None:
         """Everything, the most valuable first."""
-        names = ("undisturbed", "kill", "stop-switch", "memory", "beside", "batch")
+        names = ("undisturbed", "kill", "standby", "stop-switch", "memory", "beside", "batch")
         if any(self.wants(name, needs_s=60) for name in names):
             self._first_system()
         self._speed()
+        self._restarts()
         for model, quantization in (
             ("qwen3-235b-fp8-4-layers", "fp8_block"),
             ("llama-70b-fp8", "fp8_block"),
@@ -211,6 +217,9 @@ class Run:
             if self.wants("kill", needs_s=60):
                 self.note("kill", "SIGKILL of the primary, again and again, under those streams.",
                           lambda: kill_primary(at, kills=self._kills))  # fmt: skip
+            if self.wants("standby", needs_s=40):
+                self.note("standby", "SIGKILL of the standby while eight short streams decode.",
+                          lambda: kill_standby(at, kills=self._kills))  # fmt: skip
             if self.wants("stop-switch", needs_s=60):
                 self.note("stop-switch", "SIGSTOP of the primary, and planned switchovers.",
                           lambda: stop_and_switch(at, stops=4, switches=12))  # fmt: skip
@@ -235,6 +244,26 @@ class Run:
 
         self.note("speed", "Decode tokens per second, all streams together; prompts of 128 tokens.",
                   measure)  # fmt: skip
+
+    def _restarts(self) -> None:
+        """What a standby, a zygote and a cache are good for: the same death without them."""
+        for name, cache_mode, ways in (
+            ("restart", "daemon", (("zygote", kill_alone, 4), ("cold start", kill_with_zygote, 2))),
+            ("restart-plain", "off", (("cold start, no cache", kill_with_zygote, 1),)),
+        ):
+            if not self.wants(name, needs_s=100):
+                continue
+
+            def measure(mode: str = cache_mode, ways: Ways = ways) -> list[Figure]:
+                with self.system("llama-8b", standby=False, cache_mode=mode, max_length=2048,
+                                 max_tokens=600, prompts=[128] * 8) as at:  # fmt: skip
+                    return [
+                        figure
+                        for what, fault, rounds in ways
+                        for figure in restarts(at, what, fault, rounds=rounds)
+                    ]
+
+            self.note(name, "Without a standby: eight short streams, Llama-8B shape.", measure)
 
     def _other_model(self, model: str, quantization: str) -> None:
         if not self.wants(model, needs_s=90):
