@@ -28,6 +28,7 @@ __all__ = [
     "EndZygote",
     "EngineView",
     "Fence",
+    "Freeze",
     "GiveUp",
     "GroupSnapshot",
     "Promote",
@@ -56,6 +57,7 @@ class EngineView:
     is_proven: bool = True  # its last known-answer check was right
     is_being_fenced: bool = False  # somebody waits for the evidence already
     is_gone: bool = False  # the end of its process was seen
+    is_held: bool = False  # the operator froze it, and has not said otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,16 @@ class AssignBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Freeze:
+    """The operator's word outlives the process that it was about, and the supervisor too."""
+
+    engine: str
+
+    def __str__(self) -> str:
+        return f"{self.engine} is frozen again"
+
+
+@dataclass(frozen=True, slots=True)
 class GiveUp:
     """Died young too often: leave it to the operator."""
 
@@ -189,6 +201,7 @@ Chore = (
     | StartEngine
     | AssignStandby
     | AssignBatch
+    | Freeze
     | GiveUp
     | StartZygote
     | EndZygote
@@ -290,12 +303,13 @@ def _chores(snap: GroupSnapshot) -> list[Chore]:
 
 
 def _chore_for(engine: EngineView, snap: GroupSnapshot, primary: EngineView | None) -> Chore | None:
-    if engine.state in ALIVE and engine is not primary and _must_go(engine):
-        return Fence(engine.name)
-    if _waits_for_burial(engine):
+    is_ill = engine.state in ALIVE and engine is not primary and _must_go(engine)
+    if is_ill or _waits_for_burial(engine):
         return Fence(engine.name)
     if engine.state in (_S.ABSENT, _S.STOPPED):
         return _revive(engine, snap)
+    if engine.state is _S.BATCH and engine.is_held:
+        return Freeze(engine.name)
     if engine.state is not _S.READY:
         return None
     if engine.is_batch:

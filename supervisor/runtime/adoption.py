@@ -16,7 +16,7 @@ Invariants
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from signal import SIGCONT, SIGSTOP
+from signal import SIGCONT
 from typing import TYPE_CHECKING, Final
 
 from cache.errors import DescriptorLimitError, UnderstudyError
@@ -188,9 +188,5 @@ def _confirm(engine: "EngineUnit") -> None:
             engine.apply(StateEvent.STANDBY_CONFIRMED)
         case "batch":
             engine.apply(StateEvent.BATCH_CONFIRMED)
-            if engine.is_held and engine.handle is not None:
-                # Thawed only to answer: the operator's freeze goes on.
-                engine.apply(StateEvent.FROZEN)
-                engine.handle.send_signal(SIGSTOP)
         case "none":
             log.info("%s has no role yet", engine.name)

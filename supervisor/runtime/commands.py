@@ -7,7 +7,7 @@ fulfilled is not an error.
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from signal import SIGCONT, SIGSTOP
+from signal import SIGCONT
 from typing import Final
 
 from supervisor.core.states import ALIVE, EngineState, StateEvent
@@ -220,11 +220,11 @@ class GroupCommands:
         self._refuse_while_paused()
         operation = group.operations.open("resume", group=group.name, engine=name, cause=cause)
         operation.text = f"resume {name}"
+        unit.is_held = False
         if unit.state is _S.FROZEN:
             self._thaw(unit)
         elif unit.state in (_S.EVICTED, _S.FATAL):
             unit.record = unit.record.forgiven()
-            unit.is_held = False
             unit.apply(StateEvent.RESUMED)
         group.reconcile()
         wanted = {_S.BATCH} if unit.is_batch else {_S.STANDBY, _S.PRIMARY}
@@ -259,8 +259,7 @@ class GroupCommands:
                     raise PreconditionError(
                         f"{name} is {unit.state}, only a serving batch engine can be frozen"
                     )
-                unit.apply(StateEvent.FROZEN)
-                unit.handle.send_signal(SIGSTOP)
+                unit.freeze()
                 await unit.wait_stopped(timeout_s=_STOPPED_S)
             unit.is_held = unit.is_held or cause == "operator"
             operation.phase("freeze")
@@ -277,6 +276,7 @@ class GroupCommands:
             self._refuse_while_paused()
             operation = group.operations.open("thaw", group=group.name, engine=name, cause=cause)
             operation.text = f"thaw {name}"
+            unit.is_held = False
             if unit.state is _S.FROZEN:
                 self._thaw(unit)
             elif unit.state is not _S.BATCH:
@@ -292,7 +292,6 @@ class GroupCommands:
     def _thaw(unit: EngineUnit) -> None:
         if unit.handle is not None:
             unit.handle.send_signal(SIGCONT)
-        unit.is_held = False
         unit.void_samples()
         unit.apply(StateEvent.THAWED)
 

@@ -6,6 +6,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable
+from signal import SIGSTOP
 from typing import Final
 
 import msgspec
@@ -247,6 +248,12 @@ class EngineUnit(Unit):
         raw = await self.call("canary", timeout_s=timeout_s)
         self.canary = msgspec.json.decode(raw, type=CanaryResult)
         return self.canary
+
+    def freeze(self) -> None:
+        """Stop its compute; the memory stays."""
+        self.apply(StateEvent.FROZEN)
+        if self.handle is not None:
+            self.handle.send_signal(SIGSTOP)
 
     # ------------------------------------------------------------------ watching
 

@@ -31,6 +31,7 @@ from supervisor.core.decide import (
     EndZygote,
     EngineView,
     Fence,
+    Freeze,
     GiveUp,
     GroupSnapshot,
     StartCache,
@@ -237,6 +238,7 @@ class GroupRuntime:
                     is_proven=e.is_proven,
                     is_being_fenced=e.is_being_fenced,
                     is_gone=e.is_lost,
+                    is_held=e.is_held,
                 )
                 for e in self.engines
             ),
@@ -334,6 +336,8 @@ class GroupRuntime:
                 )
             case Fence(name):
                 self.run_chore(f"fence {name}", self.chores.fence_engine(self.engine(name)))
+            case Freeze(name):
+                self.engine(name).freeze()
             case GiveUp(name):
                 unit = self.engine(name)
                 unit.apply(StateEvent.GIVEN_UP)

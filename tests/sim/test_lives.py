@@ -11,6 +11,7 @@ from supervisor.errors import MachineRefusedError
 from supervisor.runtime.gateways import GatewayFleet
 from tests.sim.fakes import FakeZygote
 from tests.sim.machine import FakeMachine
+from tests.sim.proc import ProcState
 from tests.sim.schedule import Step, draw
 from tests.sim.shapes import Shape
 from tests.sim.simulate import simulate
@@ -66,6 +67,25 @@ def test_a_pause_during_adoption_forgets_nothing_of_what_was_saved() -> None:
         await stage.whole()
         await asyncio.sleep(5)
         assert stage.group.engine("batch").state == "evicted"
+
+    play(story, shape=Shape())
+
+
+def test_the_operators_freeze_outlives_the_frozen_process_until_he_says_otherwise() -> None:
+    async def story(stage: Stage) -> None:
+        unit = stage.group.engine("batch")
+        await stage.order(stage.keeper.life.controller.freeze("batch"))
+        frozen = stage.engine("batch")
+        frozen.is_blemished = "kill"
+        frozen.kill()
+        await stage.until(lambda: unit.instance != frozen.instance and unit.state == "frozen",
+                          "the next instance, frozen", within_s=5)  # fmt: skip
+        assert stage.engine("batch").state is ProcState.STOPPED
+        await stage.order(stage.keeper.life.controller.restart("batch"))
+        assert unit.state == "batch"
+        await stage.crash_supervisor()
+        await stage.whole()
+        assert stage.group.engine("batch").state == "batch"
 
     play(story, shape=Shape())
 

@@ -78,6 +78,10 @@ SEEDS: Final[dict[str, Schedule]] = {
         42030, Step(2.6005, "freeze", "batch"), Step(3.971, "unkillable", "b", -1.0),
         Step(4.7504, "crash"), Step(5.2499, "pause"), shape=_FULL, heals=True,
     ),
+    "nobody_is_frozen_by_an_adoption_while_paused": _schedule(
+        1000343, Step(4.0408, "freeze", "batch"), Step(5.154, "unkillable", "batch", 3.0),
+        Step(9.9638, "pause"), Step(10.3517, "crash"), shape=_FULL,
+    ),
     "a_start_that_fails_while_paused_ends_nothing": _schedule(
         3377, Step(0.0268, "pause"), Step(0.0534, "kill_on", "", 0.5, "attach", "before")
     ),

@@ -11,6 +11,7 @@ from supervisor.core.decide import (
     CutRoute,
     EngineView,
     Fence,
+    Freeze,
     GiveUp,
     GroupSnapshot,
     Promote,
@@ -183,3 +184,18 @@ def test_promotion_always_follows_the_fence_of_whoever_may_act(
     assert not any(e.state in (S.FENCING, S.UNKILLABLE) for e in named)
     touched = [getattr(a, "engine", "") for a in decision.chores]
     assert promotions[0].engine not in touched
+
+
+def test_a_batch_engine_that_is_held_is_frozen_again_unless_paused() -> None:
+    held = tuple(replace(e, is_held=e.is_batch) for e in group().engines)
+    assert decide(group(engines=held)).chores == (Freeze("c"),)
+    assert decide(group(engines=held, is_paused=True)).chores == ()
+    dead = with_verdict(group(engines=held), "c", Verdict.DEAD)
+    assert decide(dead).chores == (Fence("c"),)
+
+
+def test_a_frozen_or_evicted_engine_is_not_frozen_again() -> None:
+    for state in (S.FROZEN, S.EVICTED):
+        snap = group(batch=state)
+        held = tuple(replace(e, is_held=e.is_batch) for e in snap.engines)
+        assert decide(replace(snap, engines=held)).chores == ()
