@@ -29,10 +29,10 @@ def small_disk(place: Path, size: str, kind: DiskKind) -> Iterator[Path]:
         SkippedError: this user may not mount, or the tools are not there.
     """
     place.mkdir(exist_ok=True)
+    image = place.parent / "disk.img"
     if kind == "tmpfs":
         _run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place))
     else:
-        image = place.parent / "disk.img"
         image.unlink(missing_ok=True)
         _run("truncate", "-s", size, str(image))
         _run("mkfs.ext4", "-q", str(image))
@@ -44,6 +44,7 @@ def small_disk(place: Path, size: str, kind: DiskKind) -> Iterator[Path]:
             shutil.copytree(logs, place.parent / "logs", dirs_exist_ok=True)
     finally:
         subprocess.run(["umount", "--lazy", str(place)], check=False)  # noqa: S607
+        image.unlink(missing_ok=True)  # the loop device keeps it for as long as it needs it
 
 
 def _run(*command: str) -> None:
