@@ -171,11 +171,14 @@ class Applier:
         self._world.clock.after(step.amount, relax)
 
     def _full_disk(self, step: Step) -> None:
-        disk = self._keeper.disk
+        """Nothing is written any more; on some file systems no socket can be made either."""
+        world, disk = self._world, self._keeper.disk
         disk.is_full = True
+        world.takes_sockets = world.takes_sockets and step.verb != "sockets"
 
         def relax() -> None:
             disk.is_full = False
+            world.takes_sockets = True
 
         self._world.clock.after(step.amount, relax)
 
@@ -226,6 +229,7 @@ class Applier:
         world.doomed.clear()
         world.born_wrong.clear()
         self._keeper.disk.is_full = False
+        world.takes_sockets = True
         world.has_descriptors = True
         world.failing_forks = world.failing_loads = world.refused_starts = 0
         world.pressure = 0

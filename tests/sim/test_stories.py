@@ -268,22 +268,15 @@ def test_forks_that_fail_make_no_engine_fatal() -> None:
     play(story)
 
 
-def test_young_deaths_on_a_full_disk_make_no_engine_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.sim.records import EventSink
-
-    trouble = ""
-    monkeypatch.setattr(EventSink, "degraded", property(lambda _: trouble))
-
+def test_young_deaths_on_a_full_disk_make_no_engine_fatal() -> None:
     async def story(stage: Stage) -> None:
-        nonlocal trouble
-        trouble = "No space left on device"
-        stage.world.doomed["b"] = 1000
+        stage.keeper.disk.is_full, stage.world.takes_sockets = True, False
         proc = stage.engine("b")
-        proc.is_blemished = "doom"
+        proc.is_blemished = "kill"
         proc.kill()
         await asyncio.sleep(60)
         assert stage.group.engine("b").state is not S.FATAL
-        trouble, stage.world.doomed["b"] = "", 0
+        stage.keeper.disk.is_full, stage.world.takes_sockets = False, True
         await stage.whole(within_s=10)
 
     play(story)

@@ -52,6 +52,7 @@ class World:
         self.failing_loads = 0
         self.refused_starts = 0  # so often the machine has no room for a process
         self.has_descriptors = True  # to open something new; deaths and fences have a reserve
+        self.takes_sockets = True  # the state directory; else who starts dies of it
         self.has_load = True
         self.pressure = 0
         self.source_fd = os.memfd_create("sim")
@@ -94,9 +95,10 @@ class World:
 
     def take_doom(self, proc: Proc) -> bool:
         """Whether this instance dies while it starts."""
-        if self.doomed[proc.unit] <= 0:
+        if self.takes_sockets and self.doomed[proc.unit] <= 0:
             return False
-        self.doomed[proc.unit] -= 1
+        if self.takes_sockets:
+            self.doomed[proc.unit] -= 1
         self.judge.note(f"{proc} crashes while it starts")
         proc.is_blemished = "crashes at start"
         proc.wait_status = 1 << 8  # exit(1)
