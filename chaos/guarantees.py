@@ -262,6 +262,12 @@ def next_token_ms(stream: Stream, at_ns: int, next_fault_ns: int | None = None) 
     return (max(gaps)[1] - at_ns) / 1e6 if gaps else None
 
 
+def _starved(history: History, from_ns: int, until_ns: int) -> str:
+    """What the machine had to do with it."""
+    share = history.cpu_wait_share(from_ns, until_ns)
+    return "" if share is None else f" (some process waited for a CPU {share:.0%} of that time)"
+
+
 def next_fault_ns(history: History, fault: Fault) -> int | None:
     """When the next fault struck; None behind the last."""
     return min((f.at_ns for f in history.all(Fault) if f.at_ns > fault.at_ns), default=None)
@@ -277,7 +283,9 @@ def next_token_within_bound(history: History) -> list[str]:
         for stream in history.all(Stream):
             took_ms = next_token_ms(stream, fault.at_ns, next_fault_ns(history, fault))
             if took_ms is not None and took_ms > bound_s * 1000:
-                found.append(f"{fault.label}: {stream.name} waited {took_ms:.0f} ms")
+                until_ns = fault.at_ns + int(took_ms * 1e6)
+                found.append(f"{fault.label}: {stream.name} waited {took_ms:.0f} ms"
+                             f"{_starved(history, fault.at_ns, until_ns)}")  # fmt: skip
     return found
 
 
@@ -379,6 +387,8 @@ def whole_within_bound(history: History) -> list[str]:
         took_s = whole_after_s(history, fault)
         if took_s is None or took_s > bound_s:
             took = "never" if took_s is None else f"after {took_s:.1f} s"
+            until_ns = fault.at_ns + int((took_s or bound_s) * 1e9)
+            took += _starved(history, fault.at_ns, until_ns)
             found.append(f"{fault.label}: whole again {took}, the bound is {bound_s:g} s")
     return found
 

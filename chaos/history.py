@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 FILE_NAME: Final = "history.jsonl"
+_ANCHOR_NS: Final = 150_000_000
 
 
 class Meta(msgspec.Struct, frozen=True, tag="meta", tag_field="entry"):
@@ -65,6 +66,7 @@ class Clock(msgspec.Struct, frozen=True, tag="clock", tag_field="entry"):
     at_ns: int
     unix_s: float
     offset_s: float = 0.0  # by how much the system's wall clock is off, on purpose
+    cpu_wait_ns: int = 0  # so long some process of the machine has waited for a CPU, ever (PSI)
 
     @property
     def system_s(self) -> float:
@@ -356,6 +358,16 @@ class History:
     def monotonic_ns(self, system_s: float) -> int:
         """A moment of the system's wall clock on the monotonic one, through the nearest anchor."""
         return self._wall_clock.monotonic_ns(system_s)
+
+    def cpu_wait_share(self, from_ns: int, until_ns: int) -> float | None:
+        """For which share of a time some process waited for a CPU; None where nobody measured."""
+        around = [
+            c for c in self._clocks if from_ns - _ANCHOR_NS <= c.at_ns <= until_ns + _ANCHOR_NS
+        ]
+        if len(around) < 2 or not around[-1].cpu_wait_ns:
+            return None
+        waited_ns = around[-1].cpu_wait_ns - around[0].cpu_wait_ns
+        return waited_ns / (around[-1].at_ns - around[0].at_ns)
 
     def events(self, *kinds: str) -> Iterator[Event]:
         """Events of these kinds, in order of their numbers."""

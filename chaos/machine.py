@@ -6,7 +6,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-__all__ = ["this_machine"]
+__all__ = ["cpu_wait_ns", "this_machine"]
 
 
 def this_machine() -> dict[str, Any]:
@@ -21,6 +21,15 @@ def this_machine() -> dict[str, Any]:
         "torch": importlib.metadata.version("torch"),
         "load_average": os.getloadavg()[0],
     }
+
+
+def cpu_wait_ns() -> int:
+    """How long some process has waited for a CPU since the boot; 0 where the kernel has no PSI."""
+    try:
+        line = Path("/proc/pressure/cpu").read_text("ascii").splitlines()[0]
+    except OSError:
+        return 0
+    return int(line.rpartition("total=")[2]) * 1000
 
 
 def _cpu_model() -> str:

@@ -13,6 +13,7 @@ from typing import Final
 from cache.errors import UnderstudyError
 from chaos.client import AdminClient, StatusView
 from chaos.history import Clock, EngineSample, Process, Recorder, Sample
+from chaos.machine import cpu_wait_ns
 from chaos.system import RunningSystem
 from supervisor.process import ExitProbe, ProcessId
 
@@ -83,7 +84,7 @@ class StatusWatcher:
             return self._anchor()
 
     def _anchor(self) -> int:
-        clock = Clock(time.monotonic_ns(), time.time(), self._offset_s)
+        clock = Clock(time.monotonic_ns(), time.time(), self._offset_s, cpu_wait_ns())
         self.clocks.append(clock)
         self._recorder.add(clock)
         return clock.at_ns

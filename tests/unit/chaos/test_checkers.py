@@ -366,6 +366,13 @@ def test_a_clock_that_jumps_on_purpose_is_followed_through_its_jump() -> None:
     assert history.monotonic_ns(1002.5) == 3 * S + 500 * MS
 
 
+def test_a_late_token_is_told_with_what_the_machine_had_to_do_with_it() -> None:
+    parts = RecordParts()
+    next_token_late(parts)
+    parts.clocks = [replace(c, cpu_wait_ns=c.at_ns // 4) for c in parts.clocks]
+    assert "waited for a CPU 25% of that time" in first_broken(parts).problems[0]
+
+
 def test_a_stream_at_another_worker_must_not_break() -> None:
     parts = RecordParts()
     parts.faults.append(Fault("SIGKILL gateway", "signal", 8 * S + 15 * MS, 9 * S,
