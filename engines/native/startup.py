@@ -16,7 +16,6 @@ from cache.client import AttachedWeights, KvMemory, attach, load_private, open_k
 from engines.contract import EngineSpec, ProgressPage
 from engines.native.binding import tensors_of
 from engines.native.device import device_of
-from engines.native.firstuse import FirstUses
 from engines.native.memory import Ballast, PrivateMemory, ServingMemory, SharedMemory
 from engines.native.meter import Meter
 from engines.native.model import SlotModel
@@ -75,7 +74,6 @@ def start_engine(
     phases = Phases()
     device = device_of(spec.load.device)
     device.prepare(spec.load.dtype)
-    first_uses = FirstUses(device, spec.load.dtype)
     phases.done("device")
     skeleton = skeleton or build_skeleton(spec.load)
     geometry = skeleton.kv_geometry(slots=spec.slots, max_length=spec.max_length)
@@ -120,10 +118,6 @@ def start_engine(
         exact=check.exact,
     )
     with torch.inference_mode():
-        model.try_layer(memory.kv)
-        phases.done("first layer")
-        first_uses.wait()
-        phases.done("first uses")
         scheduler.prepare()
     phases.done("graphs")
     log.info("start: %s", phases)
