@@ -56,6 +56,13 @@ _BACKOFF_SLACK_S: Final = 0.35
 
 _SCAN_NS: Final = 350_000_000
 
+_UNITS_OF_MODULE: Final = {
+    "cache.daemon": "cache-",
+    "engines.zygote": "zygote-",
+    "engines.native": "chat-",
+    "supervisor.gateway": "gateway-",
+}
+
 _PERIOD_NS: Final = 600_000_000_000
 """`period` in every topology of a chaos run."""
 
@@ -407,9 +414,25 @@ def nobody_died_uninvited(history: History) -> list[str]:
         is_ours = process.pid in named and process.pid not in hit
         if not is_ours or not process.dead_ns or process.dead_ns >= stop_ns:
             continue
+        if _was_born_broken(history, process):
+            continue
         if not any(abs(process.dead_ns - at_ns) < 5e9 for at_ns in orders_ns):
             found.append(f"{process.instance} (pid {process.pid}) died and nobody had hit it")
     return found
+
+
+def _was_born_broken(history: History, process: Process) -> bool:
+    """Whether it was started while an order said that its kind ends at its first line."""
+    orders = [f for f in history.all(Fault) if f.kind in ("break_starts", "mend_starts")]
+    in_force: set[str] = set()
+    for order in sorted(orders, key=lambda f: f.at_ns):
+        if order.at_ns > process.seen_ns:
+            break
+        if order.kind == "mend_starts":
+            in_force.clear()
+        else:
+            in_force.add(_UNITS_OF_MODULE.get(str(order.params.get("module")), ""))
+    return any(unit and process.instance.startswith(unit) for unit in in_force)
 
 
 def _stop_ns(history: History) -> int:

@@ -337,6 +337,19 @@ def test_an_eviction_is_no_uninvited_death() -> None:
     passes(parts)
 
 
+def test_one_that_was_started_while_starts_were_broken_died_by_order() -> None:
+    parts = RecordParts()
+    standby_died_too(parts)
+    assert first_broken(parts).name == "nobody died uninvited"
+    order = Fault("break", "break_starts", 5 * S + MS, 5 * S + MS, is_deadly=False,
+                  params={"module": "engines.native"})  # fmt: skip
+    parts.faults.append(order)
+    passes(parts)
+    mended = Fault("mend", "mend_starts", 5 * S + 2 * MS, 5 * S + 2 * MS, is_deadly=False)
+    parts.faults.append(mended)
+    assert first_broken(parts).name == "nobody died uninvited"
+
+
 def test_a_missed_expectation_is_the_products_fault_though_the_run_ended_there() -> None:
     parts = RecordParts()
     parts.expectations = [Expectation("whole yes", KILL_NS, 0, 60.0, "no standby")]
