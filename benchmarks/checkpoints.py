@@ -242,7 +242,13 @@ def _write_tokenizer(folder: Path, vocabulary: int) -> None:
         "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,
-        "decoder": None,
+        # As those of the models whose shapes these are: text is a table of bytes.
+        "decoder": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
         "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")

@@ -139,7 +139,7 @@ def _under_faults(
             if kind != "switchover":
                 restored.append((time.monotonic_ns() - moment_ns) / 1e6)
             # Far enough from the next fault to tell their gaps apart.
-            time.sleep(pauses.uniform(0.6, 0.9) if kind == "switchover" else 0.3)
+            time.sleep(pauses.uniform(0.6, 0.9) if kind == "switchover" else 0.15)
         records = fleet.wait_done(timeout_s=STREAMS_S)
     check_streams(records, at.texts)
     figures = []

@@ -17,7 +17,7 @@ __all__ = ["kill_alone", "kill_standby", "kill_with_zygote", "restarts"]
 
 def kill_standby(at: Situation, *, kills: int) -> list[Figure]:
     """SIGKILL of the standby, again and again, while the primary decodes."""
-    short = at.short(8, max_tokens=3500)
+    short = at.short(8, max_tokens=200 * kills)
     restored: list[float] = []
     starts = len(at.events("engine_ready"))
     with StreamFleet(at.system.base_url, short) as fleet:

@@ -219,7 +219,7 @@ class Run:
                           lambda: kill_primary(at, kills=self._kills))  # fmt: skip
             if self.wants("standby", needs_s=40):
                 self.note("standby", "SIGKILL of the standby while eight short streams decode.",
-                          lambda: kill_standby(at, kills=self._kills))  # fmt: skip
+                          lambda: kill_standby(at, kills=max(2, self._kills // 2)))  # fmt: skip
             if self.wants("stop-switch", needs_s=60):
                 self.note("stop-switch", "SIGSTOP of the primary, and planned switchovers.",
                           lambda: stop_and_switch(at, stops=4, switches=12))  # fmt: skip
@@ -248,7 +248,7 @@ class Run:
     def _restarts(self) -> None:
         """What a standby, a zygote and a cache are good for: the same death without them."""
         for name, cache_mode, ways in (
-            ("restart", "daemon", (("zygote", kill_alone, 4), ("cold start", kill_with_zygote, 2))),
+            ("restart", "daemon", (("zygote", kill_alone, 3), ("cold start", kill_with_zygote, 1))),
             ("restart-plain", "off", (("cold start, no cache", kill_with_zygote, 1),)),
         ):
             if not self.wants(name, needs_s=100):
