@@ -28,6 +28,7 @@ from supervisor.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from supervisor.runtime.engine import EngineUnit
+    from supervisor.runtime.gateways import GatewayUnit
     from supervisor.runtime.group import GroupRuntime
     from supervisor.runtime.supervisor import SupervisorRuntime
 
@@ -118,7 +119,8 @@ async def _settle_roles(group: "GroupRuntime", outcome: Adoption) -> None:
     if serving := _primaries(there):  # who serves sets the answer where no journal has it
         await _is_fit(group, serving[-1])
     fit = await asyncio.gather(*(_is_fit(group, e) for e in there))
-    # Only now: an order that the last supervisor left in a connection was read meanwhile.
+    # Only now: what the last supervisor left in a connection was read meanwhile.
+    await asyncio.gather(*(_ask_epochs(w) for w in group.fleet.workers if w.client is not None))
     primaries = _primaries(there)
     reported = [e.status.epoch for e in there if e.is_alive and e.status is not None]
     for engine, is_fit in zip(there, fit, strict=True):
@@ -137,6 +139,13 @@ async def _settle_roles(group: "GroupRuntime", outcome: Adoption) -> None:
     ceiling = 0 if group.primary is not None else group.epoch_ceiling
     group.epoch = max(ceiling, *reported, *group.fleet_epochs(), 0)
     await _raise_epoch(group)
+
+
+async def _ask_epochs(worker: "GatewayUnit") -> None:
+    try:
+        await worker.refresh(timeout_s=_ANSWER_S)
+    except UnderstudyError as error:
+        log.warning("%s does not say which epochs it knows: %s", worker.name, error)
 
 
 def _primaries(engines: "list[EngineUnit]") -> "list[EngineUnit]":

@@ -120,6 +120,11 @@ class GatewayUnit(Unit):
         )
         self.status = msgspec.json.decode(raw, type=GatewayStatus)
 
+    async def refresh(self, *, timeout_s: float) -> None:
+        """Ask for the newest status."""
+        raw = await self.call("status", timeout_s=timeout_s)
+        self.status = msgspec.json.decode(raw, type=GatewayStatus)
+
     def starts(self) -> bool:
         """Whether its start, which has a deadline of its own, is under way."""
         return self.is_starting

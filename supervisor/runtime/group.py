@@ -288,6 +288,8 @@ class GroupRuntime:
             self._start_recovery()
         for chore in decision.chores:
             self._start_chore(chore)
+        if self.highest_known_epoch > self.epoch and self._is_free("catch up"):
+            self.run_chore("catch up", self.recovery.catch_up())
         self._publish_if_changed()
         self._note_blocked()
         self._report()
@@ -467,6 +469,11 @@ class GroupRuntime:
         """Epochs of this group that gateway workers report."""
         statuses = [w.status for w in self.fleet.workers if w.status is not None]
         return [s.epochs.get(self.name, 0) for s in statuses]
+
+    @property
+    def highest_known_epoch(self) -> int:
+        """The highest epoch that a gateway worker reports; 0 when none does."""
+        return max(self.fleet_epochs(), default=0)
 
     def acknowledge(self) -> None:
         """The operator has seen it: judgement is possible again, what gave up is tried again."""

@@ -182,6 +182,30 @@ class Recovery:
             return
         old.apply(StateEvent.STANDBY_CONFIRMED)
 
+    # ------------------------------------------------------------------- epoch
+
+    async def catch_up(self) -> None:
+        """A gateway knows a higher epoch than we do, and refuses our routes: go above it.
+
+        The epoch died with its engine and with the journal, and the gateway had not yet read of it
+        when it was adopted.
+        """
+        group = self._group
+        async with group.lock:
+            known = group.highest_known_epoch
+            if known <= group.epoch:
+                return
+            primary = group.primary
+            group.set_epoch(known if primary is None else known + 1)
+            if primary is None:
+                return
+            try:
+                await primary.assume("primary", group.epoch, timeout_s=_ASSUME_S)
+            except UnderstudyError as error:
+                primary.judge(Verdict.DEAD, f"did not take epoch {group.epoch}: {error}")
+                raise
+            primary.role_epoch = group.epoch
+
     # ----------------------------------------------------------------- account
 
     def _done(self, operation: OpenOperation) -> None:

@@ -181,7 +181,13 @@ class SupervisorRuntime:
     async def _all_serve(self) -> None:
         if self.services.is_paused:
             return
-        await asyncio.gather(*(self._first_service(g) for g in self.groups))
+        waits = [asyncio.ensure_future(self._first_service(g)) for g in self.groups]
+        try:
+            await asyncio.gather(*waits)
+        finally:
+            for wait in waits:  # of the others, where one group has failed
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
         if not self.stop_requested.is_set() and not await self.fleet.first_ready(timeout_s=60.0):
             raise StartFailedError(
                 "no gateway worker answers", hint=f"see {self.services.paths.logs}"

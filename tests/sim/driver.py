@@ -13,6 +13,7 @@ from supervisor.errors import UnderstudyError
 from supervisor.observe.looplag import LoopLag
 from supervisor.observe.observer import NullObserver
 from supervisor.runtime.controller import RuntimeController
+from supervisor.runtime.group import GroupRuntime
 from supervisor.runtime.paths import StatePaths
 from supervisor.runtime.services import Services
 from supervisor.runtime.supervisor import SupervisorRuntime
@@ -71,11 +72,17 @@ class Life:
 
     def _is_right(self, proc: Proc) -> bool:
         """Whether it answers as its group does."""
-        return not isinstance(proc, FakeEngine) or self.group.golden in (None, proc.answer)
+        if not isinstance(proc, FakeEngine):
+            return True
+        return self.group_of(proc.group).golden in (None, proc.answer)
 
-    def has_adopted_an_engine(self) -> bool:
+    def group_of(self, name: str) -> GroupRuntime:
+        """A group by its name."""
+        return next(g for g in self.runtime.groups if g.name == name)
+
+    def has_adopted_an_engine(self, group: GroupRuntime) -> bool:
         """Whether an engine outlived the supervisor before this one."""
-        names = {e.name for e in self.group.engines}
+        names = {e.name for e in group.engines}
         events = self.events.of_this_life()
         return any(e["kind"] == "adopted" and e["engine"] in names for e in events)
 
@@ -87,12 +94,14 @@ class Life:
         """As `supervisor.daemon` does it."""
         self.lag.start()
         served: list[FakeEngine] = []
+        begun_ns = self.world.clock.now_ns
         try:
             await self.runtime.start()
             await self.runtime.stop_requested.wait()
         except UnderstudyError as error:
             self.world.judge.note(f"the supervisor cannot start: {error}")
-            served = [p for p in self.world.living() if isinstance(p, FakeEngine) and p.serves]
+            engines = (p for p in self.world.living() if isinstance(p, FakeEngine) and p.serves)
+            served = [p for p in engines if p.born_ns < begun_ns]  # it may end what it started
         await self.runtime.shut_down()
         for proc in served:
             if not proc.serves:

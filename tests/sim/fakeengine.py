@@ -47,7 +47,7 @@ class FakeEngine(Proc):
         super().__init__(world, spec.instance, parent=parent, is_stray=is_stray)
         if is_stray:
             self.is_blemished = "nobody waits for it"
-        self.spec = spec
+        self.spec, self.group = spec, spec.group
         self.role: Role = "none"
         self.epoch = 0
         self.status_name = "starting"
@@ -67,7 +67,7 @@ class FakeEngine(Proc):
         self._page_map = mmap.mmap(self._page_fd, ProgressPage.SIZE_BYTES)
         self._page = ProgressPage(memoryview(self._page_map))
         self._page.format()
-        self._page_memory = world.new_memory("page", self._page_fd)
+        self._page_memory = world.new_memory("page", self, self._page_fd)
         self._steps = 0.0
         self._posted = self._handled = 0  # orders for the model thread
         self._on_cpu_ns = self._delay_ns = 0
@@ -86,7 +86,7 @@ class FakeEngine(Proc):
     def _attach(self) -> None:
         socket = self.spec.cache_socket
         if socket is None:
-            self.weights = self.world.new_memory("weights")
+            self.weights = self.world.new_memory("weights", self)
             self.later(self.between(0.2, 0.5), self._ready)
             return
         cache = self.world.sockets.get(socket)

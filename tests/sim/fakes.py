@@ -47,7 +47,7 @@ class FakeGateway(Proc):
 
     def __init__(self, world: World, spec: GatewaySpec, listen_fd: int) -> None:
         super().__init__(world, spec.instance)
-        self.listener = world.new_memory("socket", os.dup(listen_fd))
+        self.listener = world.new_memory("socket", self, os.dup(listen_fd))
         self.table = Routes(0, [])
         self.later(self.between(0.1, 0.4), lambda: self._up(spec))
 
@@ -69,16 +69,15 @@ class FakeGateway(Proc):
         epochs = {g.group: g.epoch for g in self.table.groups}
         return GatewayStatus(self.instance, self.process.pid, self.table.sequence, epochs, 0, 0.0)
 
-    def route(self) -> GroupRoute | None:
+    def route(self, group: str) -> GroupRoute | None:
         """Where it sends requests; None before the first table."""
-        return self.table.groups[0] if self.table.groups else None
+        return next((g for g in self.table.groups if g.group == group), None)
 
     def routes_to(self, instance: str, epoch: int) -> bool:
         """Whether requests go to that engine now."""
-        route = self.route()
-        if route is None or self.state is not ProcState.RUNNING:
+        if self.state is not ProcState.RUNNING:
             return False
-        targets = (route.primary, route.batch)
+        targets = [t for g in self.table.groups for t in (g.primary, g.batch)]
         return any(t and (t.instance, t.epoch) == (instance, epoch) for t in targets)
 
     def handle(
@@ -96,24 +95,29 @@ class FakeGateway(Proc):
                 super().handle(verb, params, memories, reply)
 
     def _replace(self, table: Routes, reply: Reply) -> None:
-        old, new = self.route(), table.groups[0]
         if table.sequence < self.table.sequence:  # left in a connection by a former supervisor
             reply(RoutesAck(self.table.sequence, 0))
             return
-        if old is not None and new.epoch < old.epoch:
-            self.world.judge.breach(
-                f"{self.unit} got routes of epoch {new.epoch} after {old.epoch}"
-            )
-            reply(error=ErrorBody("stale_epoch", "older than what is in force"))
-            return
         cut = 0
-        if old is not None and old.primary is not None and old.primary != new.primary:
-            cut = 3 if self.world.has_load else 0
-        if new.primary is not None and (old is None or old.primary != new.primary):
-            token = FirstToken(new.group, new.epoch, self.world.clock.now_ns, "slot")
-            self.later(self.between(0.002, 0.01), lambda: self.notify("first_token", token))
+        for new in table.groups:
+            old = self.route(new.group)
+            if old is not None and new.epoch < old.epoch:
+                self.world.judge.got_stale_routes(self, new.epoch, old.epoch)
+                reply(error=ErrorBody("stale_epoch", "older than what is in force"))
+                return
+            cut += self._change(old, new)
         self.table = table
         reply(RoutesAck(table.sequence, cut))
+
+    def _change(self, old: GroupRoute | None, new: GroupRoute) -> int:
+        """What one group's new route does to its streams; how many are cut."""
+        if old is not None and old.primary == new.primary:
+            return 0
+        if new.primary is not None:
+            token = FirstToken(new.group, new.epoch, self.world.clock.now_ns, "slot")
+            self.later(self.between(0.002, 0.01), lambda: self.notify("first_token", token))
+        has_streams = old is not None and old.primary is not None and self.world.has_load
+        return 3 if has_streams else 0
 
     def discard(self) -> None:
         """Its copy of the listening socket."""
@@ -242,7 +246,7 @@ class FakeCache(Proc):
     def open_kv(self) -> list[Memory]:
         """The KV extent and the slot table; made when absent."""
         if not self.kv:
-            self.kv = [self.world.new_memory("kv"), self.world.new_memory("kv")]
+            self.kv = [self.world.new_memory("kv", self), self.world.new_memory("kv", self)]
             self.notify("state", self._status())
         return self.kv
 
@@ -262,7 +266,7 @@ class FakeCache(Proc):
             self._error = ErrorBody("load_failed", "the loader died")
         else:
             self._state, self._loads = "serving", self._loads + 1
-            self.weights = self.world.new_memory("weights")
+            self.weights = self.world.new_memory("weights", self)
         self.notify("state", self._status())
 
     def _donate(self, memories: Sequence[Memory | None], reply: Reply) -> None:

@@ -8,6 +8,7 @@ from tests.sim.fakeengine import FakeEngine
 from tests.sim.orders import order
 from tests.sim.proc import Proc
 from tests.sim.schedule import Step
+from tests.sim.shapes import group_of
 from tests.sim.world import Trap, World
 
 __all__ = ["Applier"]
@@ -47,7 +48,9 @@ class Applier:
     def _find(self, target: str) -> Proc | None:
         if target not in ("primary", "standby"):
             return self._world.find(target)
-        fit = [p for p in self._world.living() if isinstance(p, FakeEngine) and p.role == target]
+        fit = [
+            p for p in self._world.living() if (p.group, getattr(p, "role", "")) == ("chat", target)
+        ]
         return fit[-1] if fit else None
 
     def _blemish(self, step: Step) -> Proc | None:
@@ -102,21 +105,21 @@ class Applier:
 
         self._world.clock.after(length_s, recover)
 
-    def _is_answer_known(self) -> bool:
+    def _is_answer_known(self, target: str) -> bool:
         """Else a wrong first answer would be the group's: nobody could know better."""
-        life = self._keeper.life
-        saved = self._keeper.disk.state.canaries.get(life.group.name)
-        return (saved if life.is_gone else life.group.golden) is not None
+        life, name = self._keeper.life, group_of(target)
+        saved = self._keeper.disk.state.canaries.get(name)
+        return (saved if life.is_gone else life.group_of(name).golden) is not None
 
     def _wrong(self, step: Step) -> None:
-        if not self._is_answer_known():
+        if not self._is_answer_known(step.target):
             return
         if isinstance(proc := self._blemish(step), FakeEngine):
             proc.answers_wrong = True
 
     def _born_wrong(self, step: Step) -> None:
         """The next instances answer wrongly from the start on."""
-        if self._is_answer_known():
+        if self._is_answer_known(step.target):
             self._world.born_wrong[step.target] += int(step.amount)
 
     def _unhealthy(self, step: Step) -> None:

@@ -31,9 +31,9 @@ class Judge:
         self.history: list[tuple[float, str]] = []
         self.is_paused = False  # the operator has been told so
         self.operator_touched: set[str] = set()  # units that a command may end now
-        self.writers: dict[int, Proc] = {}  # by epoch: who acted last as primary of it
-        self._acting: Proc | None = None
-        self._epoch = 0
+        self._writers: dict[tuple[str, int], Proc] = {}  # who acted last as primary of an epoch
+        self._acting: dict[str, Proc] = {}  # by group
+        self._epochs: dict[str, int] = defaultdict(int)
         self.journal_was_lost = False  # then an epoch that nobody alive knows may come again
         self._starts: dict[str, deque[int]] = defaultdict(deque)
         self.promotions = 0
@@ -70,8 +70,8 @@ class Judge:
     def ended(self, proc: "Proc") -> None:
         """Its death is proven."""
         self.note(f"{proc} is dead")
-        if self._acting is proc:
-            self._acting = None
+        if self._acting.get(proc.group) is proc:
+            del self._acting[proc.group]
 
     def signalled(self, proc: "Proc", what: str, *, expected: bool) -> None:
         """A supervisor signals a living process."""
@@ -85,9 +85,9 @@ class Judge:
 
     def ordered_primary(self, proc: "Proc", epoch: int) -> None:
         """A supervisor orders a promotion."""
-        if self.is_paused:
+        acting = self._acting.get(proc.group)
+        if self.is_paused and acting is not proc:  # a higher epoch for who serves is no promotion
             self.breach(f"{proc.unit} was promoted while paused")
-        acting = self._acting
         if acting is not None and acting is not proc:
             self.breach(
                 f"{proc.unit} was promoted to epoch {epoch} while {acting.unit} was not fenced"
@@ -97,24 +97,33 @@ class Judge:
         """An engine begins to act as primary."""
         self.note(f"{proc} acts as primary of epoch {epoch}")
         self.promotions += 1
-        acting = self._acting
+        acting = self._acting.get(proc.group)
         if acting is not None and acting is not proc:
             self.breach(f"{proc.unit} and {acting.unit} act as primary at the same time")
-        before = self.writers.get(epoch)
+        before = self._writers.get((proc.group, epoch))
         is_forgotten = self.journal_was_lost and acting is None
         if before is not None and before is not proc and not is_forgotten:
             self.breach(f"{before} and {proc} were both primary of epoch {epoch}")
-        if epoch < self._epoch and not is_forgotten:
-            self.breach(f"{proc.unit} acts at epoch {epoch}, behind epoch {self._epoch}")
-        self._epoch = max(self._epoch, epoch)
-        self.writers[epoch] = proc
-        self._acting = proc
+        highest = self._epochs[proc.group]
+        if epoch < highest and not is_forgotten:
+            self.breach(f"{proc.unit} acts at epoch {epoch}, behind epoch {highest}")
+        self._epochs[proc.group] = max(highest, epoch)
+        self._writers[proc.group, epoch] = proc
+        self._acting[proc.group] = proc
+
+    def got_stale_routes(self, worker: "Proc", epoch: int, known: int) -> None:
+        """A gateway is told of an epoch below the one that it knows, and refuses."""
+        sentence = f"{worker.unit} got routes of epoch {epoch} after {known}"
+        if self.journal_was_lost:
+            self.note(sentence)  # from then on the supervisor must go above it
+        else:
+            self.breach(sentence)
 
     def rests(self, proc: "Proc") -> None:
         """An engine has given up its role."""
         self.note(f"{proc} has given up its role")
-        if self._acting is proc:
-            self._acting = None
+        if self._acting.get(proc.group) is proc:
+            del self._acting[proc.group]
 
     # ------------------------------------------------------------------- events
 

@@ -7,14 +7,15 @@ from supervisor.admin.controller import Operation
 from supervisor.runtime.controller import RuntimeController
 from tests.sim.driver import Keeper
 from tests.sim.schedule import Step
+from tests.sim.shapes import group_of, serving_of
 
 __all__ = ["order"]
 
 _Order = Callable[[RuntimeController, str], Coroutine[Any, Any, Operation]]
 
 _ORDERS: Final[dict[str, _Order]] = {
-    "promote": lambda c, to: c.promote(None, to, None, False),
-    "failover": lambda c, to: c.failover(None, to, None, False),
+    "promote": lambda c, to: c.promote(group_of(to), to, None, False),
+    "failover": lambda c, to: c.failover(group_of(to), to, None, False),
     "evict": lambda c, to: c.evict(to, False, False),
     "hold": lambda c, to: c.evict(to, True, False),
     "resume": lambda c, to: c.resume(to, False),
@@ -39,5 +40,5 @@ def order(keeper: Keeper, step: Step) -> None:
     life, kind, to = keeper.life, step.kind, step.target
     if kind in ("unpause", "end"):  # from now on processes may be signalled
         keeper.world.judge.is_paused = False
-    touched = () if kind in _HARMLESS else ("a", "b", "c") if kind in _TAKEOVERS else (to,)
+    touched = () if kind in _HARMLESS else serving_of(to) if kind in _TAKEOVERS else (to,)
     life.order(kind, to, _ORDERS[kind](life.controller, to), *touched)

@@ -40,6 +40,7 @@ class Memory:
     """One piece of shared memory; lives as long as anybody holds it."""
 
     kind: str  # weights | kv | page | socket
+    owner: str  # the unit that made it
     number: int
     source_fd: int  # the simulation's own
 
@@ -48,6 +49,7 @@ class Proc:
     """One process. Subclasses answer verbs (`handle`)."""
 
     kind = "process"
+    group = ""  # engines belong to one
     is_forked = False
 
     def __init__(

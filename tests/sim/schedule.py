@@ -53,6 +53,7 @@ def draw(seed: int) -> Schedule:
         has_ladder=rng.random() < 0.3,
         has_cache=rng.random() < 0.85,
         has_load=rng.random() < 0.85,
+        has_neighbour=rng.random() < 0.15,
     )
     begin_s = rng.choice((0.0, 2.5, 2.5, 2.5))  # some faults hit the very first start
     span_s = rng.choice((0.05, 1.0, 4.0, LAST_FAULT_S - begin_s))
@@ -91,20 +92,19 @@ def _draw_step(rng: random.Random, shape: Shape, begin_s: float, span_s: float) 
     if kind == "trap":
         return _draw_trap(rng, shape, at_s)
     engines = [*shape.engines, "primary", "primary", "standby"]
-    helpers = ["zygote-chat", "gateway-0", *(["cache-chat"] if shape.has_cache else [])]
     target, amount, verb = _draw_target(rng, shape, kind), 0.0, ""
     match kind:
         case "kill" | "segv" | "stop" | "slow" | "unkillable":
-            target = rng.choice([*engines, *engines, *helpers])
+            target = rng.choice([*engines, *engines, *shape.helpers])
             amount = rng.choice((0.3, 1.0, 3.0))
             if kind == "unkillable" and rng.random() < 0.3:
                 amount = _FOREVER
         case "born_wrong":
             target, amount = rng.choice(shape.engines), rng.randint(1, 3)
         case "doom":
-            target, amount = rng.choice([*shape.engines, *helpers]), rng.randint(1, 6)
+            target, amount = rng.choice([*shape.engines, *shape.helpers]), rng.randint(1, 6)
         case "starve":
-            target, amount = rng.choice([*engines, *helpers]), rng.choice((0.2, 0.6, 2.0))
+            target, amount = rng.choice([*engines, *shape.helpers]), rng.choice((0.2, 0.6, 2.0))
         case "hang" | "wrong" | "unhealthy":
             target, amount = rng.choice(engines), rng.choice((0.2, 0.6, 2.0))
         case "stall" | "pressure" | "full_disk" | "no_descriptors":

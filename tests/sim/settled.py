@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from supervisor.core.states import EngineState
+from supervisor.runtime.group import GroupRuntime
 from tests.sim.driver import Life
 from tests.sim.fakeengine import FakeEngine
 from tests.sim.fakes import FakeCache, FakeGateway
@@ -22,19 +23,19 @@ def missing_of(world: World, life: Life) -> Iterator[str]:
         yield "the supervisor is not ready"
     if life.operations:
         yield f"operations have not ended: {', '.join(sorted(life.operations.values()))}"
-    if life.group.lock.locked() or life.group._chores:
-        yield f"under way: {sorted(life.group._chores)}"
-    yield from _states(life)
-    yield from _ill(world, life)
+    for group in life.runtime.groups:
+        if group.lock.locked() or group._chores:
+            yield f"under way: {sorted(group._chores)}"
+        yield from _states(group)
+        yield from _ill(world, life, group)
+        yield from _gateways(world, life, group)
+        yield from _zygote(world, group)
+        yield from _cache(world, group)
     yield from _unowned(world, life)
-    yield from _gateways(world, life)
-    yield from _zygote(world, life)
-    yield from _cache(world, life)
 
 
-def _states(life: Life) -> Iterator[str]:
+def _states(group: GroupRuntime) -> Iterator[str]:
     """Redundant, unless an engine is FATAL or UNKILLABLE, which the status says."""
-    group = life.group
     states = {e.name: e.state for e in group.engines}
     is_stuck = _S.UNKILLABLE in states.values()
     for name, state in states.items():
@@ -48,7 +49,7 @@ def _states(life: Life) -> Iterator[str]:
         yield f"the group is {group.state}"
 
 
-def _ill(world: World, life: Life) -> Iterator[str]:
+def _ill(world: World, life: Life, group: GroupRuntime) -> Iterator[str]:
     """Nobody who hangs or answers wrongly is kept, unless BLOCKED or without a successor.
 
     Wrong is what differs from the group's answer. That comes from the journal as long as an engine
@@ -56,8 +57,7 @@ def _ill(world: World, life: Life) -> Iterator[str]:
     one with other weights), the first answer counts, the primary's before others: nobody is left
     who could tell, and nobody promised to find out.
     """
-    group = life.group
-    if group.former_golden not in (None, group.golden) and life.has_adopted_an_engine():
+    if group.former_golden not in (None, group.golden) and life.has_adopted_an_engine(group):
         yield "the group has forgotten the known answer"
     has_choice = bool(group.standbys) and not group.is_judging_blocked()
     for unit in group.engines:
@@ -74,32 +74,32 @@ def _ill(world: World, life: Life) -> Iterator[str]:
 def _unowned(world: World, life: Life) -> Iterator[str]:
     away = (_S.EVICTED, _S.FATAL, _S.STOPPED, _S.ABSENT)
     owned = {u.instance for u in life.runtime.units() if u.handle is not None}
-    owned -= {e.instance for e in life.group.engines if e.state in away}
+    owned -= {e.instance for g in life.runtime.groups for e in g.engines if e.state in away}
     for proc in world.living():
         if proc.instance not in owned and proc.evidence_delay_s is None:
             yield f"nobody owns {proc}, which lives"
 
 
-def _gateways(world: World, life: Life) -> Iterator[str]:
-    wanted = life.group.route()
+def _gateways(world: World, life: Life, group: GroupRuntime) -> Iterator[str]:
+    wanted = group.route()
     for unit in life.runtime.fleet.workers:
         worker = world.find(unit.name)
         if not isinstance(worker, FakeGateway) or worker.state is not ProcState.RUNNING:
             yield f"{unit.name} does not run"
-        elif worker.route() != wanted:
-            yield f"{unit.name} has other routes: {worker.route()} not {wanted}"
+        elif worker.route(group.name) != wanted:
+            yield f"{unit.name} has other routes: {worker.route(group.name)} not {wanted}"
 
 
-def _zygote(world: World, life: Life) -> Iterator[str]:
-    unit = life.group.zygote
+def _zygote(world: World, group: GroupRuntime) -> Iterator[str]:
+    unit = group.zygote
     zygote = world.find(unit.name)
     is_running = zygote is not None and zygote.state is ProcState.RUNNING
     if not unit.record.has_given_up and not (is_running and unit.is_ready):
         yield "there is no zygote that works"
 
 
-def _cache(world: World, life: Life) -> Iterator[str]:
-    unit = life.group.cache
+def _cache(world: World, group: GroupRuntime) -> Iterator[str]:
+    unit = group.cache
     if unit is None:
         return
     daemon = world.find(unit.name)

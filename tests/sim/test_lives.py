@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import Final
 
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from supervisor.errors import MachineRefusedError
+from supervisor.gateway.protocol import Routes
 from supervisor.runtime.gateways import GatewayFleet
-from tests.sim.fakes import FakeZygote
+from tests.sim.fakes import FakeGateway, FakeZygote
 from tests.sim.machine import FakeMachine
 from tests.sim.proc import ProcState
 from tests.sim.schedule import Step, draw
@@ -160,6 +162,29 @@ def test_a_helper_that_answers_too_late_to_be_adopted_is_joined_later(name: str)
         assert {p.instance for p in stage.world.living()} == alive
 
     play(story, shape=Shape(workers=2))
+
+
+def test_an_epoch_that_only_a_gateway_knows_is_overtaken() -> None:
+    """Else that worker would refuse every route from now on."""
+
+    async def story(stage: Stage) -> None:
+        stage.world.judge.journal_was_lost = True
+        worker, primary = stage.engine("gateway-0"), stage.group.primary.instance
+        assert isinstance(worker, FakeGateway)
+        worker.table = Routes(
+            worker.table.sequence, [replace_struct(worker.table.groups[0], epoch=9)]
+        )
+        stage.engine("b").is_blemished = "kill"
+        stage.engine("b").kill()
+        await stage.until(lambda: stage.group.epoch == 10, "a higher epoch", within_s=3)
+        await stage.whole()
+        assert stage.group.primary.instance == primary
+        route = worker.route("chat")
+        assert route is not None
+        assert route.primary is not None
+        assert (route.epoch, route.primary.epoch) == (10, 10)
+
+    play(story)
 
 
 @pytest.mark.parametrize("where", ["left_behind", "open"])

@@ -107,10 +107,12 @@ class World:
 
     # ------------------------------------------------------------ descriptors
 
-    def new_memory(self, kind: str, source_fd: int | None = None) -> Memory:
+    def new_memory(self, kind: str, owner: Proc, source_fd: int | None = None) -> Memory:
         """Fresh memory."""
         self._next_memory += 1
-        return Memory(kind, self._next_memory, self.source_fd if source_fd is None else source_fd)
+        return Memory(
+            kind, owner.unit, self._next_memory, self.source_fd if source_fd is None else source_fd
+        )
 
     def hand_out(self, memory: Memory, machine: "FakeMachine") -> int:
         """A descriptor of this memory in the supervisor's own process."""
@@ -135,7 +137,7 @@ class World:
         """The weights are read from disk: nobody may hold them at this moment."""
         machine = self.machine
         if machine is not None and any(
-            m.kind == "weights" for _, m in self.open_descriptors(machine)
+            (m.kind, m.owner) == ("weights", cache.unit) for _, m in self.open_descriptors(machine)
         ):
             self.judge.breach(f"{cache.unit} loads what the supervisor still holds")
 

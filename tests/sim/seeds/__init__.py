@@ -74,6 +74,12 @@ SEEDS: Final[dict[str, Schedule]] = {
     "pause_waits_for_the_switchover_under_way": _schedule(
         31, Step(2.5116, "promote", "b"), Step(2.5116, "pause"), heals=True
     ),
+    "an_epoch_in_a_table_that_a_worker_has_not_read_is_known_after_adoption": _schedule(
+        3000959, Step(3.7244, "kill", "gateway-0"),
+        Step(3.9908, "stop_on", "", 0.5, "hello", "after"),
+        Step(5.8922, "kill", "a"), Step(6.1838, "crash"), Step(6.301, "damage", verb="corrupt"),
+        Step(6.3292, "kill", "b"),
+    ),
     "pause_waits_until_what_was_found_is_adopted": _schedule(
         42030, Step(2.6005, "freeze", "batch"), Step(3.971, "unkillable", "b", -1.0),
         Step(4.7504, "crash"), Step(5.2499, "pause"), shape=_FULL, heals=True,
