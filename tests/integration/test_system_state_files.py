@@ -3,11 +3,14 @@ is what the processes say, and what cannot be read is kept aside.
 """
 
 import json
+import socket
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from chaos.client import wait_until
 from chaos.system import RunningSystem, SystemOptions
 from supervisor.process.identity import ProcessId
 from tests.harness.rounds import Load
@@ -137,3 +140,33 @@ def test_a_primary_that_died_with_the_journal_is_followed_by_a_higher_epoch(
     load.under_fault(system, all_at_once, after_tokens=20)
     system.wait_ready(timeout_s=60)
     assert system.admin.status().group.epoch == before.epoch + 1
+
+
+def degraded(system: RunningSystem) -> dict[str, str]:
+    status = system.admin.get("/v1/status")
+    assert isinstance(status, dict)
+    found: dict[str, str] = status["supervisor"]["degraded"]
+    return found
+
+
+def test_a_stranger_on_the_admin_port_keeps_no_supervisor_from_its_processes(
+    system: RunningSystem, load: Load
+) -> None:
+    system.wait_whole()
+    before = everybody(system)
+    system.kill("supervisor")
+    system.wait_supervisor(timeout_s=10)
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        stranger.bind(("127.0.0.1", system.admin_port))
+        stranger.listen()
+        system.spawn_supervisor()
+        system.wait_ready(timeout_s=60)
+        assert everybody(system) == before
+        assert "Address already in use" in degraded(system)["address"]
+        victim = before["primary"]
+        load.under_fault(system, lambda: system.kill_process(victim), after_tokens=20)
+        system.wait_whole(not_led_by=victim)
+    wait_until(lambda: not degraded(system), "the port to be ours again", timeout_s=15)
+    with urllib.request.urlopen(f"http://127.0.0.1:{system.admin_port}/livez", timeout=5) as answer:
+        assert answer.status == 200
