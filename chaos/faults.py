@@ -294,14 +294,16 @@ class HitSwitchoverFault(FaultModel):
                 answers.append(type(error).__name__)
 
         thread = threading.Thread(target=promote)
+        is_deadly = self.signal in _DEADLY
+        breaks = is_deadly and self.target == "gateway"
+        spared = _streams_elsewhere(world, {target.pid}) if breaks else ()
         thread.start()
         time.sleep(self.delay)
         at_ns = time.monotonic_ns()
         world.send(target, signal.Signals[f"SIG{self.signal}"])
         thread.join(timeout=40)
-        is_deadly = self.signal in _DEADLY
         problem = "" if answers else "the order to promote was never answered"
-        return Injury(at_ns, (target,), is_deadly=is_deadly,
+        return Injury(at_ns, (target,), breaks, is_deadly, spared=spared,
                       note=f"{self.delay * 1000:g} ms, answered {'-'.join(answers)}",
                       problem=problem)  # fmt: skip
 
