@@ -108,7 +108,13 @@ class World:
     # ------------------------------------------------------------ descriptors
 
     def new_memory(self, kind: str, owner: Proc, source_fd: int | None = None) -> Memory:
-        """Fresh memory."""
+        """Fresh memory; a descriptor that is given is the simulation's own, whatever it was before.
+
+        A duplicate of the listening socket may get the number, and has the inode, of one that a
+        supervisor was given and has closed.
+        """
+        if source_fd is not None:
+            self._descriptors.pop(source_fd, None)
         self._next_memory += 1
         return Memory(
             kind, owner.unit, self._next_memory, self.source_fd if source_fd is None else source_fd
