@@ -263,12 +263,12 @@ class EngineStream:
 
     async def _attempt(self, target: RouteTarget, trial: Trial | None) -> End:
         self._was_sent = False
+        self._delivery.begin(target.epoch)  # before it can fail: nobody has accepted this attempt
         connection = await EngineConnection.open(target, deadline=self._deadline)
         live = self._context.live
         try:
             live.add(connection, self._model.id, target)
             live.cut_stale(self._context.table)  # it may have changed while this one connected
-            self._delivery.begin(target.epoch)
             connection.send(self._generate(target))
             self._was_sent = True
             self.sent_at = self.sent_at or time.perf_counter()

@@ -419,6 +419,22 @@ async def test_a_stream_without_a_successor_ends_with_a_typed_error(stage: Stage
     assert stage.story.whole.startswith(stage.client.whole)
 
 
+async def test_a_dead_engine_whose_route_stays_is_waited_out_until_the_deadline(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its supervisor died with it: nobody takes the route away, and every attempt is in vain."""
+    monkeypatch.setattr("supervisor.gateway.stream.SAME_ROUTE_FIRST_S", 0.01)
+    monkeypatch.setattr("supervisor.gateway.stream.SAME_ROUTE_LONGEST_S", 0.01)
+    a, b = await stage.engine("a", die_after(6)), await stage.engine("b")
+    stage.route(a, 1)
+    stage.client.on_text = lambda count: count == 3 and a.path.unlink()
+    asyncio.get_running_loop().call_later(0.6, stage.route, b, 2)
+
+    await stage.run()
+
+    stage.assert_exact()
+
+
 async def test_an_engine_that_never_answers_is_bounded_by_the_deadline(stage: Stage) -> None:
     stage.limits = GatewayLimits(
         1, 1, 1, park_timeout_s=0.2, resume_deadline_s=9, client_timeout_s=1
