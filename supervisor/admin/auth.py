@@ -45,7 +45,8 @@ def make_token(state_dir: Path) -> str:
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     path = state_dir / TOKEN_FILE
     try:
-        replace_file(path, token.encode() + b"\n")
+        # Each start makes another: a disk that hangs must not keep a supervisor from its processes.
+        replace_file(path, token.encode() + b"\n", durable=False)
     except OSError as error:
         if (last := _last_token(path)) is not None:
             log.warning("the admin token stays the last one: %s", error.strerror)

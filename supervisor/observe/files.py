@@ -59,10 +59,10 @@ def write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Put `data` at `path` so that a reader, and the disk after a crash, has the old or the new.
 
-    One writer at a time: the temporary name is fixed, so a crash leaves at most one behind.
+    What need not outlive the machine (`durable` False) does not wait for the disk. One writer at a time: the temporary name is fixed, so a crash leaves at most one behind.
 
     Raises:
         OSError: nothing was replaced, or (only from the last step) it may not be durable yet.
@@ -73,11 +73,13 @@ def replace_file(path: Path, data: bytes) -> None:
     try:
         os.fchmod(fd, PRIVATE_FILE_MODE)
         write_all(fd, data)
-        os.fsync(fd)
+        if durable:
+            os.fsync(fd)
     finally:
         os.close(fd)
     temporary.replace(path)
-    sync_dir(path.parent)
+    if durable:
+        sync_dir(path.parent)
 
 
 def sync_dir(path: Path) -> None:

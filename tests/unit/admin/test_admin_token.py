@@ -9,7 +9,7 @@ from supervisor.admin.auth import TOKEN_FILE, make_token
 from supervisor.errors import StartFailedError
 
 
-def fail(_path: Path, _data: bytes) -> None:
+def fail(_path: Path, _data: bytes, **_: bool) -> None:
     raise OSError(28, "No space left on device")
 
 
@@ -18,6 +18,17 @@ def test_each_start_has_a_new_one(tmp_path: Path) -> None:
     assert first != second
     assert (tmp_path / TOKEN_FILE).read_text().strip() == second
     assert (tmp_path / TOKEN_FILE).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_disk_that_does_not_sync_holds_up_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(_fd: int) -> None:
+        pytest.fail("the next start makes another token: it need not survive the machine")
+
+    monkeypatch.setattr("os.fsync", hang)
+    monkeypatch.setattr("os.fdatasync", hang)
+    make_token(tmp_path)
 
 
 def test_on_a_full_disk_the_last_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
