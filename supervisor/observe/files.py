@@ -62,7 +62,8 @@ def write_all(fd: int, data: bytes) -> None:
 def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Put `data` at `path` so that a reader, and the disk after a crash, has the old or the new.
 
-    What need not outlive the machine (`durable` False) does not wait for the disk. One writer at a time: the temporary name is fixed, so a crash leaves at most one behind.
+    What need not outlive the machine (`durable` False) does not wait for the disk. One writer at a
+    time: the temporary name is fixed, so a crash leaves at most one behind.
 
     Raises:
         OSError: nothing was replaced, or (only from the last step) it may not be durable yet.
