@@ -67,16 +67,17 @@ class FreeDiskFault(FaultModel):
 
 
 class BreakFsyncFault(FaultModel):
-    """From now on fsync fails with EIO, in every process of this system."""
+    """From now on fsync fails with EIO, or does not return, in every process of this system."""
 
     kind: Literal["break_fsync"] = "break_fsync"
+    how: Literal["fail", "hang"] = "fail"
 
     def inject(self, world: World) -> Injury:
         """An order to the hook that every Python child of this system imports first."""
-        order = world.fault_dir / "no-fsync"
+        order = world.fault_dir / ("no-fsync" if self.how == "fail" else "slow-fsync")
         order.touch()
         world.on_end(lambda: order.unlink(missing_ok=True))
-        return Injury(time.monotonic_ns())
+        return Injury(time.monotonic_ns(), note=self.how)
 
 
 class MendFsyncFault(FaultModel):
@@ -86,7 +87,8 @@ class MendFsyncFault(FaultModel):
 
     def inject(self, world: World) -> Injury:
         """Remove the order."""
-        (world.fault_dir / "no-fsync").unlink(missing_ok=True)
+        for name in ("no-fsync", "slow-fsync"):
+            (world.fault_dir / name).unlink(missing_ok=True)
         return Injury(time.monotonic_ns())
 
 

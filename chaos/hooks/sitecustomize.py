@@ -8,6 +8,7 @@ hold-MODULE   whoever is started as `python -m MODULE` waits until the file is g
 wall-clock    eight bytes, a native double: by so many seconds the wall clock of the process is
               off, from the moment on at which the file changes (it is mapped)
 no-fsync      an empty file: fsync fails with EIO while it is there
+slow-fsync    an empty file: fsync does not return while it is there, as on a disk that hangs
 
 A wall clock that jumps for everybody on the machine would hurt others, so it jumps here.
 """
@@ -25,7 +26,7 @@ def _obey(orders: str) -> None:
             _wait_gone(f"{orders}/{name}")
     if os.path.exists(f"{orders}/wall-clock"):  # noqa: PTH110
         _shift_wall_clock(f"{orders}/wall-clock")
-    _obey_at_fsync(f"{orders}/no-fsync")
+    _obey_at_fsync(f"{orders}/no-fsync", f"{orders}/slow-fsync")
 
 
 def _wait_gone(path: str) -> None:
@@ -47,10 +48,12 @@ def _shift_wall_clock(path: str) -> None:
     time.time_ns = lambda: true_ns() + int(offset[0] * 1e9)
 
 
-def _obey_at_fsync(path: str) -> None:
+def _obey_at_fsync(failing_path: str, hanging_path: str) -> None:
     def failing(true: object) -> object:
         def fsync(fd: int) -> None:
-            if os.path.exists(path):  # noqa: PTH110
+            if os.path.exists(hanging_path):  # noqa: PTH110
+                _wait_gone(hanging_path)
+            if os.path.exists(failing_path):  # noqa: PTH110
                 raise OSError(5, os.strerror(5))
             true(fd)  # type: ignore[operator]
 
