@@ -427,7 +427,12 @@ async def test_a_dead_engine_whose_route_stays_is_waited_out_until_the_deadline(
     monkeypatch.setattr("supervisor.gateway.stream.SAME_ROUTE_LONGEST_S", 0.01)
     a, b = await stage.engine("a", die_after(6)), await stage.engine("b")
     stage.route(a, 1)
-    stage.client.on_text = lambda count: count == 3 and a.path.unlink()
+
+    def vanish(count: int) -> None:
+        if count == 3:
+            a.path.unlink()
+
+    stage.client.on_text = vanish
     asyncio.get_running_loop().call_later(0.6, stage.route, b, 2)
 
     await stage.run()
