@@ -56,6 +56,8 @@ _BACKOFF_SLACK_S: Final = 0.35
 
 _SCAN_NS: Final = 350_000_000
 
+_ADOPTION_NS: Final = 5_000_000_000
+
 _UNITS_OF_MODULE: Final = {
     "cache.daemon": "cache-",
     "engines.zygote": "zygote-",
@@ -414,7 +416,7 @@ def nobody_died_uninvited(history: History) -> list[str]:
         is_ours = process.pid in named and process.pid not in hit
         if not is_ours or not process.dead_ns or process.dead_ns >= stop_ns:
             continue
-        if _was_born_broken(history, process):
+        if _was_born_broken(history, process) or _was_unfinished(history, process):
             continue
         if not any(abs(process.dead_ns - at_ns) < 5e9 for at_ns in orders_ns):
             found.append(f"{process.instance} (pid {process.pid}) died and nobody had hit it")
@@ -433,6 +435,23 @@ def _was_born_broken(history: History, process: Process) -> bool:
         else:
             in_force.add(_UNITS_OF_MODULE.get(str(order.params.get("module")), ""))
     return any(unit and process.instance.startswith(unit) for unit in in_force)
+
+
+def _was_unfinished(history: History, process: Process) -> bool:
+    """Whether its supervisor died while it was starting, and the next one ended it at once.
+
+    It serves nobody and cannot be asked yet: that it starts anew costs less than to wait for it.
+    """
+    name = process.instance.rpartition("-")[0]
+    is_ready = any(
+        e.event.get("engine") == name and process.seen_ns <= e.at_ns <= process.dead_ns
+        for e in history.events("engine_ready")
+    )
+    follows = any(
+        process.seen_ns < e.at_ns <= process.dead_ns <= e.at_ns + _ADOPTION_NS
+        for e in history.events("supervisor_started")
+    )
+    return follows and not is_ready
 
 
 def _stop_ns(history: History) -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import aiohttp
+import httpx
 import openai
 
 from cache.errors import DeadlineExceededError
@@ -194,9 +195,12 @@ class OpenLoad:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        # No connection outlives its stream: idle ones would count as leaks of the gateway.
+        http = openai.DefaultAsyncHttpxClient(limits=httpx.Limits(max_keepalive_connections=0))
         self._official = openai.AsyncOpenAI(
-            base_url=self._base_url, api_key="unused", max_retries=0, timeout=_TIMEOUT_S
-        )
+            base_url=self._base_url, api_key="unused", max_retries=0, timeout=_TIMEOUT_S,
+            http_client=http,
+        )  # fmt: skip
         self._ready.set()
         async with self._session, self._official:
             await self._stop.wait()

@@ -350,6 +350,23 @@ def test_one_that_was_started_while_starts_were_broken_died_by_order() -> None:
     assert first_broken(parts).name == "nobody died uninvited"
 
 
+def test_one_that_was_starting_when_its_supervisor_died_may_be_started_anew() -> None:
+    parts = RecordParts()
+    parts.events[8:] = [
+        event(9, "supervisor_started", 6 * S + 500 * MS),
+        event(10, "stopping", 11 * S),
+    ]
+    parts.metrics.clear()
+    standby_died_too(parts)
+    passes(parts)
+    parts.events.insert(8, event(9, "engine_ready", 6 * S + 100 * MS, engine="chat-a"))
+    parts.events[9:] = [
+        event(10, "supervisor_started", 6 * S + 500 * MS),
+        event(11, "stopping", 11 * S),
+    ]
+    assert first_broken(parts).name == "nobody died uninvited"
+
+
 def test_a_missed_expectation_is_the_products_fault_though_the_run_ended_there() -> None:
     parts = RecordParts()
     parts.expectations = [Expectation("whole yes", KILL_NS, 0, 60.0, "no standby")]
