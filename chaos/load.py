@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import aiohttp
-import httpx
 import openai
 
 from cache.errors import DeadlineExceededError
@@ -196,10 +195,9 @@ class OpenLoad:
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
         # No connection outlives its stream: idle ones would count as leaks of the gateway.
-        http = openai.DefaultAsyncHttpxClient(limits=httpx.Limits(max_keepalive_connections=0))
         self._official = openai.AsyncOpenAI(
             base_url=self._base_url, api_key="unused", max_retries=0, timeout=_TIMEOUT_S,
-            http_client=http,
+            default_headers={"Connection": "close"},
         )  # fmt: skip
         self._ready.set()
         async with self._session, self._official:
