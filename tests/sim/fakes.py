@@ -5,7 +5,7 @@ Only what the supervisor can see is modelled, with times like those measured for
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cache.errors import ErrorBody
 from cache.protocol import (
@@ -30,6 +30,9 @@ from supervisor.gateway.protocol import (
 )
 from tests.sim.proc import Memory, Proc, ProcState, Reply
 from tests.sim.world import World
+
+if TYPE_CHECKING:
+    from tests.sim.machine import FakeMachine
 
 __all__ = ["GEOMETRY", "MANIFEST", "FakeCache", "FakeGateway", "FakeZygote"]
 
@@ -150,17 +153,16 @@ class FakeZygote(Proc):
         """See the protocol."""
         match verb:
             case "fork":
-                is_stray = self.is_served_for_the_dead
-                self.later(self.between(0.01, 0.05), lambda: self._fork(params, is_stray, reply))
+                machine = self.asked_by
+                self.later(self.between(0.01, 0.05), lambda: self._fork(params, machine, reply))
             case "children":
                 reply(Children(self._records[-100:]))
             case _:
                 super().handle(verb, params, memories, reply)
 
-    def _fork(self, fork: Fork, is_stray: bool, reply: Reply) -> None:
+    def _fork(self, fork: Fork, asked_by: "FakeMachine | None", reply: Reply) -> None:
         """A fork whose supervisor has died meanwhile happens all the same: a stray."""
-        machine = self.world.machine
-        is_stray = is_stray or machine is None or machine.is_gone
+        is_stray = asked_by is None or asked_by.is_gone
         if self.world.failing_forks > 0:
             self.world.failing_forks -= 1
             reply(error=ErrorBody("fork_failed", "no memory for a process"))
