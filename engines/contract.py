@@ -203,7 +203,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """What the client has already got."""
+    """What the client has already got. The body then needs neither prompt nor messages."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -243,7 +243,7 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", tag_field="type"):
     forced through decode), `fresh`. `exact`: the continuation is bit-exact.
     """
 
-    prompt_ids: list[int]
+    prompt_ids: list[int]  # empty behind a `resume`, which named them: takeovers wait for bytes
     epoch: int
     source: Literal["fresh", "slot", "replay"]
     exact: bool

@@ -14,8 +14,8 @@ device_error    the GPU reports an error that its context does not survive (noth
 slow_health     `/health` answers `delay_s` late for `duration_s`
 write_weights   a byte is stored into a mapped weight, as a bug might do it; host memory only
 
-With `UNDERSTUDY_POISON=TEXT` beside it, a request whose prompt holds TEXT ends the process with
-SIGABRT a moment after it has come, fresh or resumed: a poison request.
+With `UNDERSTUDY_POISON=TEXT` beside it, a request with TEXT among its stop strings ends the process
+with SIGABRT a moment after it has come, fresh or resumed: a poison request.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ class Faults:
 
     def on_request(self, request: Generate) -> None:
         """A request has come: poison acts a moment later."""
-        if self._poison and self._poison in str(request.body.prompt):
+        if self._poison and self._poison in request.body.stop:
             asyncio.get_running_loop().call_later(_POISON_S, os.abort)
 
     def _is_on(self, action: str) -> bool:

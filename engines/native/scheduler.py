@@ -335,7 +335,9 @@ class Scheduler:
     def _accept(self, submit: Submit, *, source: Source) -> None:
         if source == "replay":
             self._meter.counters.resumes_by_replay += 1
-        frame = Accepted(submit.request.prompt_ids, self.epoch, source, self._exact)
+        request = submit.request
+        prompt_ids = [] if request.is_resume else request.prompt_ids
+        frame = Accepted(prompt_ids, self.epoch, source, self._exact)
         self._outbox.put(submit.port, frame)
 
     def _admit(self) -> None:

@@ -96,9 +96,10 @@ class Delivery:
                 f"the engine answers for epoch {frame.epoch}, epoch {self._epoch} was asked"
             )
         resumed = self.prompt_ids is not None
-        if resumed and frame.prompt_ids != self.prompt_ids:
+        if resumed and frame.prompt_ids and frame.prompt_ids != self.prompt_ids:
             raise StreamViolationError("the engine resumed another prompt")
-        self.prompt_ids = frame.prompt_ids
+        if not resumed:
+            self.prompt_ids = frame.prompt_ids
         self._accepted = True
         return Started(frame.source, resumed)
 

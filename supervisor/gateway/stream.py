@@ -24,6 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from engines.contract import (
     GENERATE_VERSION,
     End,
@@ -287,14 +289,17 @@ class EngineStream:
             live.remove(connection)
 
     def _generate(self, target: RouteTarget) -> Generate:
+        resume, body = self._delivery.resume(), self._body
+        if resume is not None:  # it names the prompt's ids; the text would be as long again
+            body = msgspec.structs.replace(body, prompt=None, messages=None)
         return Generate(
             version=GENERATE_VERSION,
             request_id=self._request_id,
             epoch=target.epoch,
             gateway=self._context.instance,
-            body=self._body,
+            body=body,
             seed=self._seed,
-            resume=self._delivery.resume(),
+            resume=resume,
         )
 
     async def _next_frame(self, connection: EngineConnection) -> EngineFrame:

@@ -50,6 +50,15 @@ def test_an_accepted_stream_without_tokens_is_resumed_from_its_prompt() -> None:
     assert begun().resume() == Resume([1, 2], [], 0)
 
 
+def test_an_engine_need_not_repeat_the_prompt_that_a_resume_named() -> None:
+    delivery = begun()
+    delivery.take(Delta(0, [7], "he", 2))
+    delivery.begin(2)
+
+    assert delivery.take(Accepted([], 2, "slot", exact=True)) == Started("slot", resumed=True)
+    assert delivery.resume() == Resume([1, 2], [7], 2)
+
+
 def test_characters_are_code_points_not_bytes_or_utf16_units() -> None:
     delivery = begun()
 

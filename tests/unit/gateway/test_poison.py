@@ -74,7 +74,7 @@ class Troupe:
         self.live.cut_stale(self.table)
 
     async def _play(self, engine: ScriptedEngine, line: Line, request: Generate) -> None:
-        if request.body.prompt != "poison":
+        if "poison" not in request.body.stop:
             await tell(engine, line, request)
             return
         await line.send(Accepted(PROMPT_IDS, request.epoch, "fresh", exact=True))
@@ -104,8 +104,8 @@ class Troupe:
         model = self.table.find("chat")
         assert model is not None
         stream = EngineStream(
-            self.context, model=model, body=GenerateBody("completion", prompt), seed=7,
-            counters=self.counters, sink=sink,
+            self.context, model=model, body=GenerateBody("completion", prompt, stop=[prompt]),
+            seed=7, counters=self.counters, sink=sink,
         )  # fmt: skip
         async with asyncio.timeout(20):
             return sink, await stream.run()

@@ -155,6 +155,8 @@ async def test_a_cut_stream_goes_on_at_the_next_route_without_a_seam(
     assert resume.token_ids == stage.story.ids[: len(resume.token_ids)]
     assert resume.chars == len(stage.story.text(len(resume.token_ids)))
     assert b.requests[0].request_id == a.requests[0].request_id
+    assert a.requests[0].body.prompt is not None
+    assert b.requests[0].body.prompt is None  # its ids are in the resume
     assert stage.counters.resumed_slot == 1
     assert stage.first_tokens == [("chat", 2, "slot")]
     assert not a.lines[0].got_cancel
