@@ -72,6 +72,7 @@ log = logging.getLogger(__name__)
 _KEPT_RECORDS: Final = 100
 _MAX_UNSENT_BYTES: Final = 1 << 20
 _MAX_CLIENTS: Final = 64
+_ACCEPT_PAUSE_S: Final = 0.1
 
 _encoder: Final = msgspec.json.Encoder()
 
@@ -162,7 +163,10 @@ class Zygote:
         try:
             sock, _ = listener.accept()
         except OSError as error:
+            # Out of descriptors: it cannot fork now either. The socket stays readable, so without
+            # a pause this would spin.
             log.warning("cannot accept: %s", error)
+            time.sleep(_ACCEPT_PAUSE_S)
             return
         if peer_uid(sock) != os.getuid() or len(self._clients) >= _MAX_CLIENTS:
             sock.close()

@@ -44,6 +44,7 @@ __all__ = ["MAX_REQUEST_BYTES", "GenerateServer"]
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES: Final = 8 << 20
+_ACCEPT_PAUSE_S: Final = 0.1
 _FIRST_FRAME_S: Final = 10.0
 _LAST_FRAME_S: Final = 30.0
 
@@ -298,6 +299,10 @@ class GenerateServer:
 
     # ------------------------------------------------------------------ private
 
+    def _resume_accepting(self) -> None:
+        if self._sock is not None:
+            self._loop.add_reader(self._sock.fileno(), self._acceptable)
+
     def _acceptable(self) -> None:
         if self._sock is None:
             return
@@ -305,8 +310,12 @@ class GenerateServer:
             sock, _ = self._sock.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
-        except OSError as error:  # out of descriptors: the gateway will try again
+        except OSError as error:
+            # Out of descriptors. The socket stays readable, so without a pause the loop would
+            # spin, beside the model's steps; gateways wait in the backlog meanwhile.
             log.error("cannot accept at %s: %s", self._path, error)  # noqa: TRY400 - one line
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.call_later(_ACCEPT_PAUSE_S, self._resume_accepting)
             return
         if peer_uid(sock) != os.getuid():
             sock.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
+import resource
 import signal
 import socket  # noqa: TC003 - a module of this size need not hide an import
 import struct
@@ -216,6 +218,26 @@ def zygote(run_dir: Path, *, spec: LoadSpec = LOAD) -> Iterator[ZygoteClient]:
         for pid in client.pids if client else []:
             kill_child(pid)
         spawned.kill()
+
+
+def open_numbers(pid: int, *, after_s: float = 0.0) -> set[int]:
+    time.sleep(after_s)
+    return {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
+
+
+@contextlib.contextmanager
+def without_descriptors(pid: int) -> Iterator[None]:
+    """The process cannot open one file meanwhile. The limit is on numbers: the lowest free one."""
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    taken = open_numbers(pid)
+    while (now := open_numbers(pid, after_s=0.3)) != taken:  # what is closing would be free then
+        taken = now
+    lowest = next(number for number in itertools.count() if number not in taken)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
 class Engine:

@@ -49,6 +49,7 @@ from tests.integration.engines_support import (
     environment,
     wait_for,
     wait_until,
+    without_descriptors,
 )
 
 SLOTS, QUEUE, MAX_LENGTH, GRACE_S, MAX_UNSENT = 4, 2, 512, 1.0, 32
@@ -485,6 +486,20 @@ async def test_progress_is_visible_in_shared_memory(engine: Engine) -> None:
     assert after["epoch"] == engine.epoch
     assert before["step_finished_ns"] < after["step_started_ns"] < after["step_finished_ns"]
     assert after["step_finished_ns"] <= time.monotonic_ns()
+
+
+async def test_without_a_descriptor_connections_wait_and_the_loop_does_not_spin(
+    engine: Engine, running: Running
+) -> None:
+    before = running.spawned.log.read_text().count("cannot accept")
+    with without_descriptors(running.spawned.pid):
+        waiting = asyncio.create_task(engine.complete(body(5)))
+        await asyncio.sleep(1.0)
+        told = running.spawned.log.read_text().count("cannot accept") - before
+        assert 0 < told <= 30
+        assert not waiting.done()
+    stream = await waiting
+    assert stream.finish_reason == "length"
 
 
 async def test_health_and_metrics(engine: Engine) -> None:

@@ -34,6 +34,7 @@ from tests.integration.engines_support import (
     cache_daemon,
     engine_spec,
     wait_for,
+    without_descriptors,
     zygote,
 )
 
@@ -243,3 +244,16 @@ def test_hello_comes_first_and_must_fit(parent: ZygoteClient) -> None:
             connection.call(verb, params, timeout_s=5)
         assert refused.value.stable_code.startswith("protocol")
         connection.close()
+
+
+def test_without_a_descriptor_clients_wait_and_the_zygote_does_not_spin(
+    parent: ZygoteClient,
+) -> None:
+    log = parent.spawned.log
+    before = log.read_text().count("cannot accept")
+    with without_descriptors(parent.spawned.pid):
+        other = Connection.open(parent.run_dir / "zygote.sock")
+        time.sleep(1.0)
+        assert 0 < log.read_text().count("cannot accept") - before <= 30
+    other.call("hello", HELLO, timeout_s=5)
+    other.close()
