@@ -56,6 +56,12 @@ _BACKOFF_SLACK_S: Final = 0.35
 
 _SCAN_NS: Final = 350_000_000
 
+_SHORTAGES: Final = {
+    "limit_descriptors": "unlimit_descriptors",
+    "fill_disk": "free_disk",
+    "read_only_disk": "",
+}
+
 _ADOPTION_NS: Final = 5_000_000_000
 
 _UNITS_OF_MODULE: Final = {
@@ -438,9 +444,10 @@ def _was_born_broken(history: History, process: Process) -> bool:
 
 
 def _was_unfinished(history: History, process: Process) -> bool:
-    """Whether its supervisor died while it was starting, and the next one ended it at once.
+    """Whether it was still starting, and somebody lacked something, or its supervisor died.
 
-    It serves nobody and cannot be asked yet: that it starts anew costs less than to wait for it.
+    The next supervisor cannot ask it yet, and it serves nobody: that it starts anew costs less
+    than to wait for it.
     """
     name = process.instance.rpartition("-")[0]
     is_ready = any(
@@ -451,7 +458,17 @@ def _was_unfinished(history: History, process: Process) -> bool:
         process.seen_ns < e.at_ns <= process.dead_ns <= e.at_ns + _ADOPTION_NS
         for e in history.events("supervisor_started")
     )
-    return follows and not is_ready
+    return (follows or _is_short(history, process.dead_ns)) and not is_ready
+
+
+def _is_short(history: History, at_ns: int) -> bool:
+    """Whether a fault took something away that a start needs, and has not given it back."""
+    faults = sorted((f for f in history.all(Fault) if f.at_ns <= at_ns), key=lambda f: f.at_ns)
+    short: set[str] = set()
+    for fault in faults:
+        short |= {fault.kind} & _SHORTAGES.keys()
+        short -= {taken for taken, given in _SHORTAGES.items() if given == fault.kind}
+    return bool(short)
 
 
 def _stop_ns(history: History) -> int:
