@@ -230,6 +230,14 @@ class SlotModel:
         self._graphs.capture(kind, kv, attended, rehearse=rehearse, step=step)
         return True
 
+    def try_layer(self, kv: KvMemoryView) -> None:
+        """Compute one layer of a decode step with no row active, on a GPU: it loads kernels."""
+        if self._graphs is None:
+            return
+        with self.first_layers(1 if self._layers_are_alike else None):
+            self.decode(kv, [])
+        self.device.synchronize()
+
     def rehearse(self, kv: KvMemoryView) -> None:
         """Decode once with no row active, and choose in every way that there is.
 

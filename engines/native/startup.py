@@ -16,6 +16,7 @@ from cache.client import AttachedWeights, KvMemory, attach, load_private, open_k
 from engines.contract import EngineSpec, ProgressPage
 from engines.native.binding import tensors_of
 from engines.native.device import device_of
+from engines.native.firstuse import FirstUses
 from engines.native.memory import Ballast, PrivateMemory, ServingMemory, SharedMemory
 from engines.native.meter import Meter
 from engines.native.model import SlotModel
@@ -88,6 +89,7 @@ def start_engine(
     model = SlotModel(skeleton, tensors, geometry, device)
     attach_ms += model.bind_ms
     phases.done("model")
+    first_uses = FirstUses(device, spec.load.dtype)  # not sooner: they would hold up attaching
     kv: KvMemory | None = None
     memory: ServingMemory
     if weights.connection is None or spec.private_kv:
@@ -118,6 +120,10 @@ def start_engine(
         exact=check.exact,
     )
     with torch.inference_mode():
+        model.try_layer(memory.kv)
+        phases.done("first layer")
+        first_uses.wait()
+        phases.done("first uses")
         scheduler.prepare()
     phases.done("graphs")
     log.info("start: %s", phases)
