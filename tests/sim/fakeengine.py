@@ -7,6 +7,7 @@ real engine.
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -61,7 +62,8 @@ class FakeEngine(Proc):
         self.is_unhealthy = False
         self.weights: Memory | None = None
         self.kv: list[Memory] = []
-        self._waiting: list[Callable[[], None]] = []  # for the model thread
+        self._inbox: deque[tuple[float, float, Callable[[], None]]] = deque()  # of the model thread
+        self._is_at_work = False
         self._page_fd = os.memfd_create("page")
         os.ftruncate(self._page_fd, ProgressPage.SIZE_BYTES)
         self._page_map = mmap.mmap(self._page_fd, ProgressPage.SIZE_BYTES)
@@ -155,23 +157,24 @@ class FakeEngine(Proc):
             self._handled += 1
             call()
 
-        self._hand_over(low_s, high_s, done, reply)
+        late = ErrorBody("deadline_exceeded", "the model thread did not answer")
+        self.later(_MODEL_WAIT_S, lambda: reply(error=late))
+        self._inbox.append((low_s, high_s, done))
+        self._take_next()
 
-    def _hand_over(
-        self, low_s: float, high_s: float, call: Callable[[], None], reply: Reply
-    ) -> None:
-        if self.is_hung or self.is_starved:
-            self._waiting.append(call)
-            late = ErrorBody("deadline_exceeded", "the model thread did not answer")
-            self.later(_MODEL_WAIT_S, lambda: reply(error=late))
-        else:
-            self.later(self.between(low_s, high_s), lambda: self._model_step(call, reply))
+    def _take_next(self) -> None:
+        """One after another, as from the one queue of the real model thread."""
+        if self._is_at_work or self.is_hung or self.is_starved or not self._inbox:
+            return
+        self._is_at_work = True
+        low_s, high_s, _ = self._inbox[0]
+        self.later(self.between(low_s, high_s), self._finish)
 
-    def _model_step(self, call: Callable[[], None], reply: Reply) -> None:
-        if self.is_hung:
-            self._hand_over(0, 0, call, reply)
-        else:
-            call()
+    def _finish(self) -> None:
+        self._is_at_work = False
+        if not self.is_hung:  # else it waits with the thread, at the head of the queue
+            self._inbox.popleft()[2]()
+        self._take_next()
 
     def _assume(self, wanted: Assume, reply: Reply) -> None:
         facts = RoleFacts(self.role, self.epoch, has_shared_memory=bool(self.kv))
@@ -222,9 +225,7 @@ class FakeEngine(Proc):
     def go_on(self) -> None:
         """The model thread works again: first what has waited."""
         self.is_hung = self.is_starved = False
-        waiting, self._waiting = self._waiting, []
-        for call in waiting:
-            self.later(self.between(0.0005, 0.006), call)
+        self._take_next()
 
     @property
     def serves(self) -> bool:
