@@ -55,6 +55,7 @@ _TAIL_BYTES: Final = 4096
 _MAX_SPEC_BYTES: Final = 32 << 10  # half of what a pipe takes without a reader
 _FAR_S: Final = 3600.0  # a deadline that another one comes before
 _START_FDS: Final = 12  # pipe, log, pidfd, two probes, control socket, progress page
+_NO_DESCRIPTOR: Final = f"{DescriptorLimitError.code}: "
 _FORK_FAILED: Final = "fork_failed"
 
 
@@ -227,6 +228,11 @@ class Unit:
             raise self.refused(str(error)) from error
         except RemoteError as error:
             if error.stable_code != _FORK_FAILED:
+                raise
+            raise self.refused(error.message) from error
+        except StartFailedError as error:
+            # The process says itself that somebody, it or the cache daemon, has no descriptor left.
+            if _NO_DESCRIPTOR not in error.message:
                 raise
             raise self.refused(error.message) from error
         self.record = self.record.started()

@@ -18,6 +18,7 @@ import pytest
 from chaos.client import wait_until
 from chaos.system import RunningSystem, SystemOptions
 from tests.harness.rounds import Load
+from tests.integration.engines_support import without_descriptors
 
 RESTORED_S = 60.0
 DISK_BYTES = 24 << 20
@@ -220,6 +221,24 @@ def test_without_a_descriptor_the_supervisor_still_fails_over(
     kinds = [e["kind"] for e in events_of(system)]
     assert "start_refused" in kinds
     fail_over(system, load)
+
+
+def test_a_cache_daemon_without_descriptors_makes_no_standby_fatal(
+    system: RunningSystem, load: Load
+) -> None:
+    system.wait_whole()
+    victim, cache = system.process("standby"), system.process("cache")
+    primary = system.process("primary")
+    with without_descriptors(cache.pid):
+        load.under_fault(system, lambda: system.kill_process(victim), after_tokens=20)
+        end_s = time.monotonic() + 10  # five young deaths in a row would be the end of it
+        while time.monotonic() < end_s:
+            assert not any(e.state == "fatal" for e in system.admin.status().group.engines)
+            time.sleep(0.1)
+        assert "start" in supervisor_status(system)["degraded"]
+    system.wait_whole(timeout_s=RESTORED_S)
+    assert system.process("primary") == primary
+    wait_healthy(system)
 
 
 @contextlib.contextmanager
