@@ -458,7 +458,8 @@ def _was_unfinished(history: History, process: Process) -> bool:
         process.seen_ns < e.at_ns <= process.dead_ns <= e.at_ns + _ADOPTION_NS
         for e in history.events("supervisor_started")
     )
-    return (follows or _is_short(history, process.dead_ns)) and not is_ready
+    was_short = any(_is_short(history, at_ns) for at_ns in (process.seen_ns, process.dead_ns))
+    return (follows or was_short) and not is_ready
 
 
 def _is_short(history: History, at_ns: int) -> bool:

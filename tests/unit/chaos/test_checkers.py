@@ -367,6 +367,19 @@ def test_one_that_was_starting_when_its_supervisor_died_may_be_started_anew() ->
     assert first_broken(parts).name == "nobody died uninvited"
 
 
+def test_one_whose_start_lacked_something_may_die_of_it() -> None:
+    parts = RecordParts()
+    standby_died_too(parts)
+    parts.events[8] = event(9, "nothing", 6 * S)
+    parts.metrics.clear()
+    limited = Fault("limit", "limit_descriptors", 5 * S + MS, 5 * S + MS, is_deadly=False)
+    given_back = Fault("unlimit", "unlimit_descriptors", 6 * S + MS, 6 * S + MS, is_deadly=False)
+    parts.faults += [limited, given_back]
+    passes(parts)
+    parts.faults[-1] = replace(given_back, at_ns=5 * S + 2 * MS)
+    assert first_broken(parts).name == "nobody died uninvited"
+
+
 def test_a_missed_expectation_is_the_products_fault_though_the_run_ended_there() -> None:
     parts = RecordParts()
     parts.expectations = [Expectation("whole yes", KILL_NS, 0, 60.0, "no standby")]
