@@ -7,7 +7,7 @@ Invariants
     3. Nothing is left on `meta`, or the binding fails and says what is.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 import torch
@@ -19,26 +19,46 @@ from engines.native.experts import add_scales, take_over
 from engines.native.fp8 import BLOCK, Fp8Linear
 from engines.native.untyped import Untyped
 
-__all__ = ["bind", "tensors_of"]
+__all__ = ["bind", "make_ready", "tensors_of"]
 
 _SCALE: Final = "_scale_inv"
+_READY_FOR: Final = "_understudy_scales"
 
 
 def tensors_of(manifest: Manifest, arena: torch.Tensor) -> dict[str, torch.Tensor]:
     """Tensors of a mapped arena (uint8, one dimension) by name, aliases included."""
     found: dict[str, torch.Tensor] = {}
+    whole: dict[str, torch.Tensor] = {}  # the arena as numbers of one dtype
     for entry in manifest.tensors:
         if entry.alias_of is not None:
             continue
-        part = arena[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
-        typed = part.view(getattr(torch, entry.dtype))
-        found[entry.name] = torch.as_strided(typed, entry.shape, entry.stride)
+        typed = whole.get(entry.dtype)
+        if typed is None:
+            dtype = getattr(torch, entry.dtype)
+            typed = whole[entry.dtype] = arena[: arena.numel() // dtype.itemsize * dtype.itemsize
+                                               ].view(dtype)  # fmt: skip
+        offset = entry.offset_bytes // typed.element_size()
+        found[entry.name] = typed.as_strided(entry.shape, entry.stride, offset)
     for entry in manifest.tensors:
         if entry.alias_of is not None:
             if entry.alias_of not in found:
                 raise TensorMismatchError(entry.name, f"alias of {entry.alias_of}, which is absent")
             found[entry.name] = found[entry.alias_of]
     return found
+
+
+def make_ready(model: Untyped, names: Iterable[str]) -> None:
+    """Put the layers in place that compute with tensors of these names; again, it does nothing.
+
+    Raises:
+        TensorMismatchError: a layer has no width that can be computed with.
+    """
+    scales = frozenset(name for name in names if name.endswith(_SCALE))
+    if getattr(model, _READY_FOR, None) == scales:
+        return
+    take_over(model)
+    _make_room_for_scales(model, scales)
+    setattr(model, _READY_FOR, scales)
 
 
 def bind(model: Untyped, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -48,8 +68,7 @@ def bind(model: Untyped, tensors: Mapping[str, torch.Tensor], device: torch.devi
         TensorMismatchError: a tensor of the arena has another shape or dtype than the model's.
         LeftOnMetaError: the arena lacks tensors.
     """
-    take_over(model)
-    _make_room_for_scales(model, tensors)
+    make_ready(model, tensors)
     _point(model, tensors)
     # Rotary tables are computed, not loaded: build that module again, on real memory.
     inner = model.model
@@ -59,10 +78,8 @@ def bind(model: Untyped, tensors: Mapping[str, torch.Tensor], device: torch.devi
         raise LeftOnMetaError(left)
 
 
-def _make_room_for_scales(model: Untyped, tensors: Mapping[str, torch.Tensor]) -> None:
-    for name in tensors:
-        if not name.endswith(_SCALE):
-            continue
+def _make_room_for_scales(model: Untyped, scales: Iterable[str]) -> None:
+    for name in scales:
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         if leaf == f"weight{_SCALE}" and isinstance(module, nn.Linear):

@@ -5,6 +5,7 @@ gets it for nothing. Code from a checkpoint is never run.
 """
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -12,9 +13,12 @@ from typing import Any, Final
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from cache.errors import UnsupportedModelError
+from cache.checkpoint import read_checkpoint
+from cache.errors import UnderstudyError, UnsupportedModelError
+from cache.loader import plan_of
 from cache.protocol import KvGeometry, LoadSpec
 from engines.native import attention
+from engines.native.binding import make_ready
 from engines.native.text import Decoding, decoding_for
 from engines.native.untyped import Untyped
 
@@ -112,6 +116,9 @@ def build_skeleton(load: LoadSpec) -> Skeleton:
             trust_remote_code=False,
         )
     model.eval()
+    with suppress(UnderstudyError):  # files that cannot be loaded: who attaches will say so
+        plan = plan_of(load, read_checkpoint(Path(path)))
+        make_ready(model, [entry.name for entry in plan.manifest.tensors])
     return Skeleton(
         load=load,
         config=model.config,
