@@ -6,6 +6,7 @@ end there, but stock is still taken and the system stopped: a record is always c
 """
 
 import contextlib
+import os
 import random
 import shutil
 import signal
@@ -444,7 +445,7 @@ def _options(scenario: Scenario, orders: Path, model: Path, device: str) -> Syst
         extra_environment={
             "UNDERSTUDY_FAULTS": "1",
             "UNDERSTUDY_CHAOS_ORDERS": str(orders),
-            "PYTHONPATH": str(HOOKS),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(HOOKS), os.getenv("PYTHONPATH")))),
         },
     )
 
