@@ -95,6 +95,8 @@ def page(whole: dict[str, Any]) -> str:
     ]
     for name, entry in whole["experiments"].items():
         lines += [f"## {name}", "", entry.get("text", ""), ""]
+        if entry.get("commit", whole["commit"]) != whole["commit"]:
+            lines += [f"Measured at {entry['date']}, commit {entry['commit']}.", ""]
         if "error" in entry:
             lines += [f"Failed: {entry['error']}", ""]
         if entry.get("figures"):
@@ -152,6 +154,7 @@ class Run:
             entry["error"] = f"{type(error).__name__}: {error}"[:600]
             sys.stdout.write(traceback.format_exc())
         entry["seconds"] = round(time.monotonic() - began, 1)
+        entry["commit"], entry["date"] = self._head["commit"], self._head["date"]
         self.book.write(name, entry, self._head)
 
     def shape_of(self, name: str) -> dict[str, Any]:
