@@ -26,6 +26,7 @@ from engines.native.meter import STEP_BUCKETS_S, Meter
 __all__ = ["HttpServer", "MeterCollector"]
 
 _HEALTHY: Final = frozenset({"ready", "standby", "serving"})
+_BACKLOG: Final = 8
 _PREFIX: Final = "understudy_native_"
 
 _COUNTERS: Final = {
@@ -135,7 +136,8 @@ class HttpServer:
     async def start(self) -> None:
         """Bind and serve."""
         await self._runner.setup()
-        await web.SockSite(self._runner, listen_unix(self._path)).start()
+        # asyncio accepts as often as `backlog` says, and logs a traceback for each that fails.
+        await web.SockSite(self._runner, listen_unix(self._path), backlog=_BACKLOG).start()
 
     async def close(self) -> None:
         """Stop serving."""
