@@ -287,9 +287,9 @@ class Run:
                 self._command(CommandStep(do="start_supervisor"))
 
     def _fault(self, step: FaultStep) -> None:
+        self._remember()
         if step.bounds.next_token is not None:
             self._await_streams()
-        self._remember()
         fault = step.do
         injury = fault.inject(self)
         params = fault.model_dump(exclude_defaults=True)
