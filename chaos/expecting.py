@@ -28,14 +28,14 @@ class Expecting:
         self._load = load
         self._recorder = recorder
         self._events = events
-        self._before: StatusView | None = None
+        self.before: StatusView | None = None
         self._before_pids: dict[str, int | None] = {}
         self._before_seq = 0
         self.submitted = ""  # name of the long request
 
     def remember(self, status: StatusView | None) -> None:
         """Later expectations compare with this."""
-        self._before = status
+        self.before = status
         self._before_pids = pids_of(status)
         self._before_seq = self._events.last_seq()
 
@@ -108,7 +108,7 @@ class Expecting:
 
     def _moves(self, expect: Expect, status: StatusView) -> list[str]:
         """Primary and epoch against those of before."""
-        before, group, wrong = self._before, status.group, list[str]()
+        before, group, wrong = self.before, status.group, list[str]()
         if before is None:
             return []
         rise = group.epoch - before.group.epoch

@@ -125,6 +125,7 @@ class Run:
         self._steps = 0
         self._deadline_s = time.monotonic() + scenario.max_duration
         self._is_stopped = False
+        self._remembered_ns = 0
 
     # ---------------------------------------------------------------- the whole
 
@@ -410,8 +411,11 @@ class Run:
     # ------------------------------------------------------------------ records
 
     def _remember(self) -> None:
-        """What later steps compare with."""
-        self._expecting.remember(self._newest_status())
+        """What later steps compare with; nothing new where nobody says anything newer."""
+        status = self._newest_status()
+        is_stale = status is self._status.last and self._status.last_ns < self._remembered_ns
+        self._expecting.remember(self._expecting.before if is_stale else status)
+        self._remembered_ns = time.monotonic_ns()
 
     def _newest_status(self) -> StatusView | None:
         """The status now, or what a supervisor that is dead or stopped said last."""

@@ -62,6 +62,7 @@ class StatusWatcher:
         self._recorder = recorder
         self._loop = _Loop("status", self._look, _STATUS_INTERVAL_S)
         self.last: StatusView | None = None  # the newest that anybody answered
+        self.last_ns = 0
         self.clocks: list[Clock] = []
         self._offset_s = 0.0
         self._anchoring = threading.Lock()
@@ -100,7 +101,7 @@ class StatusWatcher:
         took_ms = (time.monotonic_ns() - began_ns) / 1e6
         self._recorder.add(sample_of(status, began_ns, took_ms, self._system))
         if status is not None:
-            self.last = status
+            self.last, self.last_ns = status, began_ns
 
 
 def sample_of(
