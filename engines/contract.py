@@ -203,11 +203,17 @@ class GenerateBody(msgspec.Struct, frozen=True):
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """What the client has already got. The body then needs neither prompt nor messages."""
+    """What the client has already got. The body then needs neither prompt nor messages.
 
-    prompt_ids: list[int]
+    An engine that holds the stream in a slot knows its prompt: `prompt_ids` may be left out, so
+    that a takeover does not wait for them (0.1 MB for 16k tokens). Who has no such slot answers
+    `prompt_needed`, and is asked again with the ids.
+    """
+
+    prompt_ids: list[int] | None
     token_ids: list[int]
     chars: int
+    prompt_tokens: int = 0  # how many ids were left out
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate", tag_field="type"):
@@ -271,7 +277,7 @@ class GenerateError(msgspec.Struct, frozen=True, tag="error", tag_field="type"):
     `resumable`: the gateway should wait for the next route and try again. `status` is the HTTP
     status for a client that has not seen a byte. Codes: `context_length_exceeded` (400),
     `invalid_request` (400), `queue_full` (429), `not_serving` and `stale_epoch` (resumable),
-    `superseded`, `engine_failed` (resumable), `poison` (500).
+    `prompt_needed` (see `Resume`), `superseded`, `engine_failed` (resumable), `poison` (500).
     """
 
     code: str

@@ -62,11 +62,12 @@ class PreparedRequest:
 
     request_id: bytes
     epoch: int
-    prompt_ids: list[int]
+    prompt_ids: list[int]  # empty where a resume has left them out
     params: RowParams
     delivered: list[int]  # output tokens that the client already has
     delivered_chars: int
     is_resume: bool
+    left_out_tokens: int = 0  # of the prompt
 
 
 class RequestPreparer:
@@ -91,12 +92,13 @@ class RequestPreparer:
             ContextLengthExceededError: it does not fit a slot.
         """
         resume, body = request.resume, request.body
-        prompt_ids = resume.prompt_ids if resume is not None else self._prompt_ids(body)
+        prompt_ids = self._prompt_ids(body) if resume is None else resume.prompt_ids or []
+        left_out = resume.prompt_tokens if resume is not None and not prompt_ids else 0
         delivered = resume.token_ids if resume is not None else []
         self._check_ids(prompt_ids)
         self._check_ids(delivered)
         _check_sampling(request)
-        max_tokens = self._max_tokens(body, len(prompt_ids))
+        max_tokens = self._max_tokens(body, left_out or len(prompt_ids))
         if len(delivered) > max_tokens:
             raise InvalidRequestError(
                 f"{len(delivered)} tokens were delivered of at most {max_tokens}"
@@ -123,6 +125,7 @@ class RequestPreparer:
             delivered=delivered,
             delivered_chars=resume.chars if resume is not None else 0,
             is_resume=resume is not None,
+            left_out_tokens=left_out,
         )
 
     def _prompt_ids(self, body: GenerateBody) -> list[int]:

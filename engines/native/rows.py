@@ -111,8 +111,13 @@ class Row:
     def fits(self, request: PreparedRequest) -> bool:
         """Whether this row's committed tokens are a past of that request's stream."""
         common = min(len(self.tokens), len(request.delivered))
+        is_same_prompt = (
+            len(self.prompt_ids) == request.left_out_tokens  # the id of a request is its own
+            if request.left_out_tokens
+            else self.prompt_ids == request.prompt_ids
+        )
         return (
-            self.prompt_ids == request.prompt_ids
+            is_same_prompt
             and self.params.is_same_stream(request.params)
             and self.tokens[:common] == request.delivered[:common]
         )

@@ -62,7 +62,10 @@ Source = Literal["fresh", "slot", "replay"]
 _NOT_SERVING: Final = GenerateError(
     "not_serving", "this engine stopped serving", status=503, resumable=True
 )
-
+_PROMPT_NEEDED: Final = GenerateError(
+    "prompt_needed", "no slot holds this stream: name the ids of its prompt", status=409,
+    resumable=True,
+)  # fmt: skip
 
 _CAPTURE_DELAY_S: Final = 5.0
 """Quiet time behind the start and behind every change of role: a capture keeps this engine and the
@@ -272,6 +275,9 @@ class Scheduler:
             self._outbox.put(old.port, _superseded(), is_last=True)
         row = self._keeper.of_request(request.request_id)
         if row is not None and self._continue_row(row, submit):
+            return
+        if request.left_out_tokens:
+            self._outbox.put(port, _PROMPT_NEEDED, is_last=True)
             return
         if request.delivered and self._answer_complete(submit):
             return

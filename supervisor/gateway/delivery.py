@@ -65,11 +65,14 @@ class Delivery:
         self._epoch = epoch
         self._accepted = False
 
-    def resume(self) -> Resume | None:
+    def resume(self, *, with_prompt: bool = True) -> Resume | None:
         """What to tell the next engine; None: start afresh."""
         if self.prompt_ids is None:
             return None
-        return Resume(self.prompt_ids, list(self.token_ids), self.chars)
+        tokens = list(self.token_ids)
+        if with_prompt:
+            return Resume(self.prompt_ids, tokens, self.chars)
+        return Resume(None, tokens, self.chars, prompt_tokens=len(self.prompt_ids))
 
     def take(self, frame: Accepted | Delta | End) -> Started | Emit | End:
         """The next frame of this attempt, and what follows from it.

@@ -139,6 +139,12 @@ class RefusedForNowError(AttemptFailedError):
     code = "refused_for_now"
 
 
+class PromptNeededError(RefusedForNowError):
+    """The engine has no slot of this stream, and was not told the ids of its prompt."""
+
+    code = "prompt_needed"
+
+
 class StreamViolationError(AttemptFailedError):
     """The engine's frames do not continue what the client has got."""
 

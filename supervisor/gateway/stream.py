@@ -40,6 +40,7 @@ from supervisor.gateway.errors import (
     ApiError,
     AttemptFailedError,
     EngineLostError,
+    PromptNeededError,
     RefusedForNowError,
     RouteCutError,
     StreamViolationError,
@@ -264,6 +265,18 @@ class EngineStream:
         )
 
     async def _attempt(self, target: RouteTarget, trial: Trial | None) -> End:
+        """Once without the prompt's ids, where the engine may hold them; if it does not, with."""
+        if self._delivery.token_ids:
+            try:
+                return await self._connect_and_read(target, trial, with_prompt=False)
+            except PromptNeededError:
+                log.debug("no slot holds the stream model=%s engine=%s",
+                          self._model.id, target.instance)  # fmt: skip
+        return await self._connect_and_read(target, trial, with_prompt=True)
+
+    async def _connect_and_read(
+        self, target: RouteTarget, trial: Trial | None, *, with_prompt: bool
+    ) -> End:
         self._was_sent = False
         self._delivery.begin(target.epoch)  # before it can fail: nobody has accepted this attempt
         connection = await EngineConnection.open(target, deadline=self._deadline)
@@ -271,7 +284,7 @@ class EngineStream:
         try:
             live.add(connection, self._model.id, target)
             live.cut_stale(self._context.table)  # it may have changed while this one connected
-            connection.send(self._generate(target))
+            connection.send(self._generate(target, with_prompt=with_prompt))
             self._was_sent = True
             self.sent_at = self.sent_at or time.perf_counter()
             while True:
@@ -288,8 +301,8 @@ class EngineStream:
         finally:
             live.remove(connection)
 
-    def _generate(self, target: RouteTarget) -> Generate:
-        resume, body = self._delivery.resume(), self._body
+    def _generate(self, target: RouteTarget, *, with_prompt: bool) -> Generate:
+        resume, body = self._delivery.resume(with_prompt=with_prompt), self._body
         if resume is not None:  # it names the prompt's ids; the text would be as long again
             body = msgspec.structs.replace(body, prompt=None, messages=None)
         return Generate(
@@ -354,6 +367,8 @@ class EngineStream:
     def _refusal(self, frame: GenerateError) -> Exception:
         """Whether this refusal is for the client or only for this attempt."""
         is_full = frame.status == 429 and self._delivery.was_accepted
+        if frame.code == "prompt_needed":
+            return PromptNeededError(frame.message)
         if frame.resumable or is_full:
             return RefusedForNowError(f"{frame.code}: {frame.message}")
         param = "messages" if self._body.kind == "chat" else "prompt"

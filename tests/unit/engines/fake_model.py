@@ -108,16 +108,18 @@ def request(
     request_id: bytes | None = None,
     delivered: list[int] | None = None,
     epoch: int = 1,
+    without_prompt: bool = False,
     **changes: Any,
 ) -> PreparedRequest:
     return PreparedRequest(
         request_id=request_id or os.urandom(16),
         epoch=epoch,
-        prompt_ids=prompt,
+        prompt_ids=[] if without_prompt else prompt,
         params=params(**changes),
         delivered=delivered or [],
         delivered_chars=0,
         is_resume=delivered is not None,
+        left_out_tokens=len(prompt) if without_prompt else 0,
     )
 
 

@@ -73,6 +73,44 @@ def test_a_finished_slot_stays_until_the_last_frame_has_left() -> None:
         bench.auto_flush = True
 
 
+def test_a_slot_goes_on_although_the_resume_leaves_the_prompt_out() -> None:
+    with running() as bench:
+        bench.auto_flush = False
+        port = bench.submit(request(PROMPT))
+        bench.ended(port)
+        bench.scheduler.post(Detach(port, is_cancelled=False))
+        bench.until(lambda: bench.meter.parked == 1)
+
+        again = bench.submit(
+            request(
+                PROMPT, request_id=_id_of(bench), delivered=expected(PROMPT, 4), without_prompt=True
+            )
+        )
+        bench.ended(again)
+        assert bench.accepted(again).source == "slot"
+        assert bench.tokens(again) == expected(PROMPT, 10)[4:]
+        bench.auto_flush = True
+
+
+@pytest.mark.parametrize("same_id", [True, False], ids=["other prompt", "no slot"])
+def test_a_resume_without_its_prompt_needs_the_slot(same_id: bool) -> None:
+    with running() as bench:
+        bench.auto_flush = False
+        port = bench.submit(request(PROMPT))
+        bench.ended(port)
+        asked = bench.submit(
+            request(
+                [*PROMPT, 1],
+                request_id=_id_of(bench) if same_id else None,
+                delivered=expected(PROMPT, 4),
+                without_prompt=True,
+            )
+        )
+        refusal = bench.ended(asked)
+        assert (refusal.code, refusal.resumable) == ("prompt_needed", True)
+        bench.auto_flush = True
+
+
 def _id_of(bench: Bench) -> bytes:
     found: bytes = bench.memory.table.read(0).request_id
     return found

@@ -151,7 +151,7 @@ async def test_a_cut_stream_goes_on_at_the_next_route_without_a_seam(
     assert cut == [1]
     resume = b.requests[0].resume
     assert resume is not None
-    assert resume.prompt_ids == PROMPT_IDS
+    assert (resume.prompt_ids, resume.prompt_tokens) == (None, len(PROMPT_IDS))
     assert resume.token_ids == stage.story.ids[: len(resume.token_ids)]
     assert resume.chars == len(stage.story.text(len(resume.token_ids)))
     assert b.requests[0].request_id == a.requests[0].request_id
@@ -160,6 +160,28 @@ async def test_a_cut_stream_goes_on_at_the_next_route_without_a_seam(
     assert stage.counters.resumed_slot == 1
     assert stage.first_tokens == [("chat", 2, "slot")]
     assert not a.lines[0].got_cancel
+
+
+async def test_an_engine_without_the_slot_is_asked_again_with_the_prompt(stage: Stage) -> None:
+    async def without_slots(engine: ScriptedEngine, line: Line, request: Generate) -> None:
+        if request.resume is not None and request.resume.prompt_ids is None:
+            await line.send(GenerateError("prompt_needed", "?", status=409, resumable=True))
+            return
+        await tell(engine, line, request)
+
+    a = await stage.engine("a", die_after(6))
+    b = await stage.engine("b", without_slots)
+    stage.route(a, 1)
+    stage.client.on_text = lambda count: stage.route(b, 2) if count else None
+
+    await stage.run()
+
+    stage.assert_exact()
+    first, second = (request.resume for request in b.requests)
+    assert first is not None
+    assert second is not None
+    assert (first.prompt_ids, second.prompt_ids) == (None, PROMPT_IDS)
+    assert first.token_ids == second.token_ids
 
 
 async def test_frames_that_were_not_read_before_a_cut_never_reach_the_client(
