@@ -21,7 +21,6 @@ __all__ = ["main"]
 
 log = logging.getLogger("cache.daemon")
 
-_DESCRIPTORS: Final = 4096
 LOADER_ARGV: Final = (sys.executable, "-m", "cache.loader")
 
 
@@ -70,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--load-timeout", type=float, default=1800.0, metavar="S")
     parser.add_argument("--scrub-rate", type=float, default=512.0, metavar="MIB_PER_S")
     arguments = parser.parse_args(argv)
-    reserve_descriptors(_DESCRIPTORS)
+    reserve_descriptors()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -14,10 +14,11 @@ from typing import Final
 __all__ = ["reserve_descriptors"]
 
 _BYTES_EACH: Final = 8
+_USUAL: Final = 4096
 _MOST: Final = (1 << 20) // _BYTES_EACH
 
 
-def reserve_descriptors(count: int) -> None:
+def reserve_descriptors(count: int = _USUAL) -> None:
     """Make the table hold `count` descriptors, 8 bytes each, as far as the limit allows.
 
     Call it first thing in a process: with one thread it takes microseconds, later it waits once.

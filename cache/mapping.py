@@ -25,7 +25,7 @@ from typing import Final, Self
 
 from cache.errors import MappingError
 
-__all__ = ["PAGE_BYTES", "Mapping", "round_to_page"]
+__all__ = ["PAGE_BYTES", "Mapping", "keep_out_of_dumps", "round_to_page"]
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 
@@ -50,6 +50,18 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def round_to_page(size_bytes: int) -> int:
     """The next multiple of the page size."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def keep_out_of_dumps(address: int, size_bytes: int) -> None:
+    """Leave the whole pages of this range out of core dumps.
+
+    Raises:
+        MappingError: the kernel refuses.
+    """
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    behind = (address + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if behind > first and _libc.madvise(first, behind - first, _MADV_DONTDUMP):
+        raise _refused("keeping core dumps out of", size_bytes)
 
 
 class Mapping:
@@ -94,8 +106,7 @@ class Mapping:
             _map(position, self.tail_bytes, _prot(writable=True), flags)
         # Memfds count as anonymous shared memory, which the kernel dumps by default: the dump of
         # a crashed engine would hold the whole weights and the text of every user.
-        if _libc.madvise(self.address, self.size_bytes, _MADV_DONTDUMP):
-            raise _refused("keeping core dumps out of", self.size_bytes)
+        keep_out_of_dumps(self.address, self.size_bytes)
 
     def protect(self, *, writable: bool) -> None:
         """Raise the shared part to read-write, or drop it to read-only.

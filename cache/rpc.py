@@ -51,7 +51,9 @@ from cache.wire import (
     unix_address,
 )
 
-__all__ = ["MAX_UNSENT_BYTES", "Handler", "Hello", "RpcClient", "RpcPeer", "RpcServer"]
+__all__ = [
+    "ACCEPT_PAUSE_S", "MAX_UNSENT_BYTES", "Handler", "Hello", "RpcClient", "RpcPeer", "RpcServer",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ HELLO_TIMEOUT_S: Final = 10.0
 """A connection that has not said hello by then is closed: it takes a place from others."""
 
 ACCEPT_PAUSE_S: Final = 0.1
+"""Where no descriptor is left to accept with: the socket stays readable, and would spin."""
 
 _encoder: Final = msgspec.json.Encoder()
 

@@ -36,7 +36,7 @@ from cache.errors import (
     UnderstudyError,
     VersionMismatchError,
 )
-from cache.rpc import Hello
+from cache.rpc import ACCEPT_PAUSE_S, Hello
 from cache.wire import (
     Event,
     FrameBuffer,
@@ -72,7 +72,6 @@ log = logging.getLogger(__name__)
 _KEPT_RECORDS: Final = 100
 _MAX_UNSENT_BYTES: Final = 1 << 20
 _MAX_CLIENTS: Final = 64
-_ACCEPT_PAUSE_S: Final = 0.1
 
 _encoder: Final = msgspec.json.Encoder()
 
@@ -162,11 +161,11 @@ class Zygote:
     def _accept(self, listener: socket.socket, _events: int) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError as error:
-            # Out of descriptors: it cannot fork now either. The socket stays readable, so without
-            # a pause this would spin.
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return  # the client has left again
+        except OSError as error:  # out of descriptors: it cannot fork now either
             log.warning("cannot accept: %s", error)
-            time.sleep(_ACCEPT_PAUSE_S)
+            time.sleep(ACCEPT_PAUSE_S)
             return
         if peer_uid(sock) != os.getuid() or len(self._clients) >= _MAX_CLIENTS:
             sock.close()

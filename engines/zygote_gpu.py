@@ -8,7 +8,6 @@ What libraries work out once in each process is worked out here, and inherited: 
 and hashes its own hundreds of megabytes before its first kernel (0.5 s, measured).
 """
 
-import contextlib
 import importlib
 import logging
 import os
@@ -17,7 +16,6 @@ import signal
 from pathlib import Path
 from typing import Final, NoReturn
 
-from cache.errors import UnderstudyError
 from cache.fingerprint import fingerprint_of
 from cache.protocol import LoadSpec
 
@@ -58,9 +56,6 @@ def opened_gpu_files() -> list[str]:
 
 def warm_gpu_libraries(load: LoadSpec) -> None:
     """Fork once, use CUDA there, wait for the end; bounded in time, never an error."""
-    for module in _SLOW_IMPORTS:
-        with contextlib.suppress(ImportError):  # whoever needs it will say so
-            importlib.import_module(module)
     _work_out_once(load)
     pid = os.fork()
     if pid == 0:
@@ -83,9 +78,10 @@ def _work_out_once(load: LoadSpec) -> None:
     Of Triton: the hash of itself, the sources of our kernels, its assembler's version, and where
     the driver's library lies. Of ours: what a fingerprint says of this machine.
     """
-    with contextlib.suppress(UnderstudyError):  # engines attach, and will say so
-        fingerprint_of(load)
     try:
+        for module in _SLOW_IMPORTS:
+            importlib.import_module(module)
+        fingerprint_of(load)
         from triton import knobs
         from triton.backends.nvidia import driver
         from triton.runtime import cache
@@ -97,8 +93,8 @@ def _work_out_once(load: LoadSpec) -> None:
         cache.triton_key()
         _ = knobs.nvidia.ptxas
         driver.library_dirs()
-    except (ImportError, AttributeError, AssertionError, OSError) as error:
-        log.warning("Triton could not be prepared, engines start slower: %r", error)
+    except Exception as error:  # noqa: BLE001 - this only saves time: who needs it will say so
+        log.warning("engines start slower: %r", error)
 
 
 def _use_gpu(load: LoadSpec) -> NoReturn:

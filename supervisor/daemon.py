@@ -39,7 +39,6 @@ from supervisor.topology.schema import Topology
 
 __all__ = ["run"]
 
-_DESCRIPTORS: Final = 4096
 _FLUSH_S: Final = 2.0
 _PORT_RETRY_S: Final = 1.0
 
@@ -51,7 +50,7 @@ def run(topology: Topology, path: Path, *, observer: RunObserver) -> int:
         UnderstudyError: it could not start; everything that was started is stopped again.
     """
     setup_logging()
-    reserve_descriptors(_DESCRIPTORS)
+    reserve_descriptors()
     RESERVE.open()
     paths = StatePaths(topology.state_dir.absolute())
     with StateLock(paths.root, topology.name):

@@ -26,7 +26,13 @@ _READY_FOR: Final = "_understudy_scales"
 
 
 def tensors_of(manifest: Manifest, arena: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Tensors of a mapped arena (uint8, one dimension) by name, aliases included."""
+    """Tensors of a mapped arena by name, aliases included.
+
+    `arena` is uint8, has one dimension and is the whole of its storage.
+
+    Raises:
+        TensorMismatchError: an entry lies askew, or is an alias of nothing.
+    """
     found: dict[str, torch.Tensor] = {}
     whole: dict[str, torch.Tensor] = {}  # the arena as numbers of one dtype
     for entry in manifest.tensors:
@@ -35,9 +41,11 @@ def tensors_of(manifest: Manifest, arena: torch.Tensor) -> dict[str, torch.Tenso
         typed = whole.get(entry.dtype)
         if typed is None:
             dtype = getattr(torch, entry.dtype)
-            typed = whole[entry.dtype] = arena[: arena.numel() // dtype.itemsize * dtype.itemsize
-                                               ].view(dtype)  # fmt: skip
-        offset = entry.offset_bytes // typed.element_size()
+            count = arena.numel() // dtype.itemsize
+            typed = whole[entry.dtype] = arena[: count * dtype.itemsize].view(dtype)
+        offset, rest = divmod(entry.offset_bytes, typed.element_size())
+        if rest:
+            raise TensorMismatchError(entry.name, f"{entry.dtype} at byte {entry.offset_bytes}")
         found[entry.name] = typed.as_strided(entry.shape, entry.stride, offset)
     for entry in manifest.tensors:
         if entry.alias_of is not None:

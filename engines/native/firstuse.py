@@ -3,15 +3,14 @@
 A kernel is loaded when it is first used, a library sets itself up at its first call, each some
 milliseconds to a tenth of a second: 0.4 s of an engine's start on an idle H200, 0.6 s beside an
 engine that decodes. Loading needs no order, so it runs in threads while the model thread opens KV
-memory and makes its buffers. The driver lets one of them at a time do some of it: measured, 0.2 s
-of a start beside a busy engine are won; started before the weights are attached, the threads
-doubled the time of attaching.
+memory and makes its buffers, not sooner: started before the weights are attached, the threads won
+0.2 s of a start beside a busy engine and doubled the time of attaching (docs/benchmarks).
 
 What is used here is what a step and a choice of tokens use, on tensors of no weight. An entry too
 few costs milliseconds later, one too many costs them here; neither changes what is computed.
 
 Invariants
-    1. `wait` ends before the first capture: work of other threads has no place in a graph.
+    1. Nothing is captured before `wait` says that all is done.
     2. An error here is nobody's: who needs what failed will meet it, and say so.
 """
 
@@ -52,13 +51,14 @@ class FirstUses:
         for thread in self._threads:
             thread.start()
 
-    def wait(self, *, timeout_s: float = _WAIT_S) -> None:
-        """Until all are done; those that are late go on, and are named in the log."""
+    def wait(self, *, timeout_s: float = _WAIT_S) -> bool:
+        """Until all are done; False when some are late: they go on, and are named in the log."""
         until_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
             if thread.is_alive():
                 log.warning("first uses of %s take over %s s", thread.name, timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self, uses: Uses) -> None:
         try:

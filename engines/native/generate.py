@@ -24,6 +24,7 @@ from typing import Final
 import msgspec
 
 from cache.errors import ProtocolError
+from cache.rpc import ACCEPT_PAUSE_S
 from cache.wire import FrameBuffer, listen_unix, peer_uid, receive_once
 from engines.contract import (
     GENERATE_VERSION,
@@ -44,7 +45,6 @@ __all__ = ["MAX_REQUEST_BYTES", "GenerateServer"]
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES: Final = 8 << 20
-_ACCEPT_PAUSE_S: Final = 0.1
 _FIRST_FRAME_S: Final = 10.0
 _LAST_FRAME_S: Final = 30.0
 
@@ -315,7 +315,7 @@ class GenerateServer:
             # spin, beside the model's steps; gateways wait in the backlog meanwhile.
             log.error("cannot accept at %s: %s", self._path, error)  # noqa: TRY400 - one line
             self._loop.remove_reader(self._sock.fileno())
-            self._loop.call_later(_ACCEPT_PAUSE_S, self._resume_accepting)
+            self._loop.call_later(ACCEPT_PAUSE_S, self._resume_accepting)
             return
         if peer_uid(sock) != os.getuid():
             sock.close()

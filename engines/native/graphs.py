@@ -63,11 +63,6 @@ class StepGraphs:
         self._graphs: dict[_Key, tuple[torch.cuda.CUDAGraph, KvMemoryView]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    @property
-    def count(self) -> int:
-        """How many are captured."""
-        return len(self._graphs)
-
     def has(self, kind: StepKind, kv: KvMemoryView, attended_tokens: int) -> bool:
         """Whether this step is captured."""
         return _Key(kind, id(kv), attended_tokens) in self._graphs

@@ -56,7 +56,6 @@ _SWITCH_INTERVAL_S: Final = 0.0005
 """How long a thread may hold the interpreter while another waits: bounds the answer of a control
 request while the model thread runs Python between two kernels."""
 
-_DESCRIPTORS: Final = 4096
 _STOP_TIMEOUT_S: Final = 2.0
 _DRAIN_TIMEOUT_S: Final = 1.0
 _SPARE_CONNECTIONS: Final = 64
@@ -278,7 +277,7 @@ def _code_of(error: BaseException) -> str:
 def run(spec: EngineSpec, skeleton: Skeleton | None = None) -> NoReturn:
     """Be this engine until it ends. Log and error lines go to descriptors 1 and 2."""
     began_s = time.monotonic()
-    reserve_descriptors(_DESCRIPTORS)
+    reserve_descriptors()
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from cache.arena import backend_for
 from cache.errors import StaleEpochError
-from cache.mapping import Mapping
+from cache.mapping import Mapping, keep_out_of_dumps
 from cache.protocol import KvGeometry, KvOpened
 from cache.slots import SlotTable
 from engines.contract import ProgressPage
@@ -114,8 +114,11 @@ class PrivateMemory:
 
     def __init__(self, geometry: KvGeometry, *, device: Device = HOST) -> None:
         self.kv = KvMemoryView.private(geometry, device=device)
+        if not device.is_cuda:
+            keep_out_of_dumps(self.kv.flat.data_ptr(), self.kv.flat.nbytes)
         size_bytes = SlotTable.size_bytes(geometry.slots, geometry.max_length)
         self._memory = mmap.mmap(-1, size_bytes)
+        self._memory.madvise(mmap.MADV_DONTDUMP)
         view = memoryview(self._memory)
         SlotTable.format(view, geometry.slots, geometry.max_length)
         self.table = SlotTable(view)

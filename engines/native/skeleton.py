@@ -116,9 +116,11 @@ def build_skeleton(load: LoadSpec) -> Skeleton:
             trust_remote_code=False,
         )
     model.eval()
+    planned: list[str] = []
     with suppress(UnderstudyError):  # files that cannot be loaded: who attaches will say so
         plan = plan_of(load, read_checkpoint(Path(path)))
-        make_ready(model, [entry.name for entry in plan.manifest.tensors])
+        planned = [entry.name for entry in plan.manifest.tensors]
+    make_ready(model, planned)
     return Skeleton(
         load=load,
         config=model.config,

@@ -122,9 +122,10 @@ def start_engine(
     with torch.inference_mode():
         model.try_layer(memory.kv)
         phases.done("first layer")
-        first_uses.wait()
+        is_loaded = first_uses.wait()
         phases.done("first uses")
-        scheduler.prepare()
+        if is_loaded:  # else steps run without graphs until there is time to capture them
+            scheduler.prepare()
     phases.done("graphs")
     log.info("start: %s", phases)
     return StartedEngine(

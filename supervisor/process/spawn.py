@@ -128,6 +128,14 @@ def _forbid_core_dumps(pid: int) -> None:
     A dump that is piped to a program knows no limit of size (core(5)), so nothing is chosen for
     it either.
     """
-    with contextlib.suppress(OSError):  # it has exited already, or the kernel writes no dumps
-        resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
-        Path(f"/proc/{pid}/coredump_filter").write_text("0")
+    gone = (ProcessLookupError, FileNotFoundError)  # exited already, or a kernel without dumps
+    try:
+        with contextlib.suppress(*gone):
+            resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+    except OSError as error:
+        log.warning("pid %d may leave a core file: %s", pid, error)
+    try:
+        with contextlib.suppress(*gone):
+            Path(f"/proc/{pid}/coredump_filter").write_text("0")
+    except OSError as error:  # no descriptor is left, most likely
+        log.warning("a program may be given the core of pid %d: %s", pid, error)

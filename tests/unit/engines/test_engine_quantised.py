@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from cache.protocol import LoadSpec
-from engines.native.binding import bind
+from cache.protocol import LoadSpec, Manifest, TensorEntry
+from engines.native.binding import bind, tensors_of
 from engines.native.errors import TensorMismatchError
 from engines.native.experts import experts_mode, routed_experts
 from engines.native.fp8 import Fp8Linear, dequantise, quantise_rows
@@ -180,3 +180,10 @@ def test_a_model_with_experts_computes_what_the_library_computes(tmp_path: Path)
         wanted = reference(torch.tensor([[*prompt, 77]])).logits[0, -2:]
         assert float((torch.tensor(np.stack(found)) - wanted).abs().max()) < 1e-4
         assert prove(model).exact
+
+
+def test_a_tensor_that_lies_askew_is_refused_instead_of_read_wrongly() -> None:
+    entry = TensorEntry("w", 2, 8, [2], [1], "float32", "parameter")
+    manifest = Manifest(cast("Any", None), 64, [], [entry])  # who made it does not matter here
+    with pytest.raises(TensorMismatchError, match="at byte 2"):
+        tensors_of(manifest, torch.zeros(64, dtype=torch.uint8))
