@@ -173,7 +173,8 @@ class Life:
     def _answered(self, kind: str, to: str) -> None:
         """What holds once the operator has the answer."""
         judge = self.world.judge
-        if kind == "pause" and self.services.is_paused and not self.services.is_stopping:
+        is_stopped = self.runtime.stop_requested.is_set()  # a stop ends processes all the same
+        if kind == "pause" and self.services.is_paused and not is_stopped:
             judge.is_paused = True  # and not unpaused meanwhile
         elif kind == "attest":  # by the operator's word, it can never act again
             for proc in self.world.living(to):
