@@ -261,17 +261,19 @@ def _recovery(snap: GroupSnapshot) -> tuple[tuple[RecoveryAction, ...], str]:
 
 
 def _candidate(snap: GroupSnapshot) -> EngineView | None:
-    """The best successor: a proven standby, else a proven engine without a role."""
-    fit = [
-        e
-        for e in snap.engines
-        if not e.is_batch and e.is_proven and e.verdict not in (*_BAD, Verdict.DEGRADED)
-    ]
-    for state in (_S.STANDBY, _S.READY):
-        of_state = [e for e in fit if e.state is state]
-        preferred = [e for e in of_state if e.name == snap.preferred_primary]
-        if of_state:
-            return (preferred or of_state)[0]
+    """The best successor: a proven standby, else a proven engine without a role.
+
+    One that is ill only by what its `/health` says comes last: it knows the answer, and is better
+    than nobody.
+    """
+    fit = [e for e in snap.engines if not e.is_batch and e.is_proven and e.verdict not in _BAD]
+    well = [e for e in fit if e.verdict is not Verdict.DEGRADED]
+    for among in (well, fit):
+        for state in (_S.STANDBY, _S.READY):
+            of_state = [e for e in among if e.state is state]
+            preferred = [e for e in of_state if e.name == snap.preferred_primary]
+            if of_state:
+                return (preferred or of_state)[0]
     return None
 
 

@@ -28,7 +28,7 @@ class Verdict(StrEnum):
 
     HEALTHY = "healthy"
     BUSY = "busy"  # working at its limit or starved of CPU: never a reason to restart it
-    DEGRADED = "degraded"  # answers, but wrongly or not over HTTP: no candidate for promotion
+    DEGRADED = "degraded"  # answers, but wrongly (never promoted) or not over HTTP (promoted last)
     HUNG = "hung"
     DEAD = "dead"
 

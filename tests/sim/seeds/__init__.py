@@ -47,6 +47,10 @@ SEEDS: Final[dict[str, Schedule]] = {
         Step(3.053, "kill", "a"), heals=True,
     ),
     # ----------------------------------------------------------- order and epochs
+    "a_standby_with_a_bad_health_page_replaces_a_hung_primary_all_the_same": _schedule(
+        8001370, Step(5.1886, "kill", "a"), Step(10.526, "unhealthy", "primary", 0.2),
+        Step(10.5283, "promote", "a"), Step(13.354, "hang", "primary", 2.0),
+    ),
     "a_batch_engine_is_cut_off_before_it_is_killed": _schedule(
         10, Step(2.8044, "restart", "batch"), shape=_FULL
     ),

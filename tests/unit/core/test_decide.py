@@ -199,3 +199,11 @@ def test_a_frozen_or_evicted_engine_is_not_frozen_again() -> None:
         snap = group(batch=state)
         held = tuple(replace(e, is_held=e.is_batch) for e in snap.engines)
         assert decide(replace(snap, engines=held)).chores == ()
+
+
+def test_a_standby_that_only_its_health_page_calls_ill_is_better_than_nobody() -> None:
+    for verdict in (Verdict.DEAD, Verdict.HUNG):
+        snap = with_verdict(with_verdict(group(), "a", verdict), "b", Verdict.DEGRADED)
+        assert Promote("b", 4) in decide(snap).recovery
+    wrong = tuple(replace(e, is_proven=e.name != "b") for e in snap.engines)
+    assert decide(replace(snap, engines=wrong)).recovery == ()
