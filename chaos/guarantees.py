@@ -55,14 +55,24 @@ _BACKOFF_SLACK_S: Final = 0.35
 """Births are seen by a scan of /proc every 100 ms."""
 
 _SCAN_NS: Final = 350_000_000
+"""Births are seen up to 100 ms late, and an order that was under way may still be carried out."""
 
-_SHORTAGES: Final = {
-    "limit_descriptors": "unlimit_descriptors",
-    "fill_disk": "free_disk",
-    "read_only_disk": "",
+_DISK_SHORTAGES: Final = {"fill_disk": "free_disk", "read_only_disk": "never"}
+"""What takes the disk from every start, and which fault gives it back."""
+
+_STARTED_BY: Final = {
+    "cache": frozenset({"supervisor"}),
+    "gateway": frozenset({"supervisor"}),
+    "zygote": frozenset({"supervisor", "cache"}),
+    "chat": frozenset({"supervisor", "cache", "zygote"}),
 }
+"""Whose descriptors a start needs besides its own."""
+
+_READY: Final = ("engine_ready", "gateway_ready", "zygote_ready", "weights_loaded")
+"""The events with which the supervisor says that a start is over, one per kind of process."""
 
 _ADOPTION_NS: Final = 5_000_000_000
+"""A new supervisor asks everybody first, and waits a while for an answer before it ends one."""
 
 _UNITS_OF_MODULE: Final = {
     "cache.daemon": "cache-",
@@ -444,7 +454,7 @@ def _was_born_broken(history: History, process: Process) -> bool:
 
 
 def _was_unfinished(history: History, process: Process) -> bool:
-    """Whether it was still starting, and somebody lacked something, or its supervisor died.
+    """Whether it was still starting, and its start lacked something, or its supervisor died.
 
     The next supervisor cannot ask it yet, and it serves nobody: that it starts anew costs less
     than to wait for it.
@@ -452,24 +462,39 @@ def _was_unfinished(history: History, process: Process) -> bool:
     name = process.instance.rpartition("-")[0]
     is_ready = any(
         e.event.get("engine") == name and process.seen_ns <= e.at_ns <= process.dead_ns
-        for e in history.events("engine_ready")
+        for e in history.events(*_READY)
     )
     follows = any(
         process.seen_ns < e.at_ns <= process.dead_ns <= e.at_ns + _ADOPTION_NS
         for e in history.events("supervisor_started")
     )
-    was_short = any(_is_short(history, at_ns) for at_ns in (process.seen_ns, process.dead_ns))
+    was_short = any(
+        _was_short(history, process, at_ns) for at_ns in (process.seen_ns, process.dead_ns)
+    )
     return (follows or was_short) and not is_ready
 
 
-def _is_short(history: History, at_ns: int) -> bool:
-    """Whether a fault took something away that a start needs, and has not given it back."""
-    faults = sorted((f for f in history.all(Fault) if f.at_ns <= at_ns), key=lambda f: f.at_ns)
-    short: set[str] = set()
-    for fault in faults:
-        short |= {fault.kind} & _SHORTAGES.keys()
-        short -= {taken for taken, given in _SHORTAGES.items() if given == fault.kind}
-    return bool(short)
+def _was_short(history: History, process: Process, at_ns: int) -> bool:
+    """Whether a fault had taken away what this start needs, and had not given it back.
+
+    A disk is everybody's; descriptors are those of one process, and end with it.
+    """
+    needed = _STARTED_BY.get(process.instance.partition("-")[0], frozenset())
+    ended = {p.pid for p in history.all(Process) if 0 < p.dead_ns < at_ns}
+    short: dict[tuple[str, int], bool] = {}
+    for fault in sorted(history.all(Fault), key=lambda f: f.at_ns):
+        if fault.at_ns > at_ns:
+            break
+        if fault.kind in _DISK_SHORTAGES:
+            short[_DISK_SHORTAGES[fault.kind], 0] = True
+        elif fault.kind == "limit_descriptors":
+            for target in fault.targets:
+                is_needed = target.pid == process.pid or target.role in needed
+                short["unlimit_descriptors", target.pid] = is_needed and target.pid not in ended
+        else:
+            for pid in [0, *(t.pid for t in fault.targets)]:
+                short.pop((fault.kind, pid), None)
+    return any(short.values())
 
 
 def _stop_ns(history: History) -> int:

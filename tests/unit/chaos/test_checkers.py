@@ -367,17 +367,59 @@ def test_one_that_was_starting_when_its_supervisor_died_may_be_started_anew() ->
     assert first_broken(parts).name == "nobody died uninvited"
 
 
+@pytest.mark.parametrize(
+    ("instance", "kind"),
+    [("gateway-0-1", "gateway_ready"), ("zygote-chat-1", "zygote_ready"),
+     ("cache-chat-1", "weights_loaded")],
+)  # fmt: skip
+def test_what_was_ready_is_not_excused_by_a_new_supervisor(instance: str, kind: str) -> None:
+    parts = RecordParts()
+    parts.processes.append(Process(instance, 60, 9, S, 7 * S, 7 * S + MS))
+    parts.samples[0].pids["other"] = 60
+    parts.events[8:] = [
+        event(9, "supervisor_started", 6 * S + 500 * MS),
+        event(10, "stopping", 11 * S),
+    ]
+    parts.metrics.clear()
+    passes(parts)  # it was starting all the time
+    parts.events[8:] = [
+        event(9, kind, 6 * S, engine=instance.rpartition("-")[0]),
+        event(10, "supervisor_started", 6 * S + 500 * MS),
+        event(11, "stopping", 11 * S),
+    ]
+    assert first_broken(parts).name == "nobody died uninvited"
+
+
+def descriptors(kind: str, at_ns: int, *hit: Target) -> Fault:
+    return Fault(kind, kind, at_ns, at_ns, list(hit), is_deadly=False)
+
+
 def test_one_whose_start_lacked_something_may_die_of_it() -> None:
     parts = RecordParts()
     standby_died_too(parts)
     parts.events[8] = event(9, "nothing", 6 * S)
     parts.metrics.clear()
-    limited = Fault("limit", "limit_descriptors", 5 * S + MS, 5 * S + MS, is_deadly=False)
-    given_back = Fault("unlimit", "unlimit_descriptors", 6 * S + MS, 6 * S + MS, is_deadly=False)
+    cache = Target("cache", 70, 1, "cache-chat-1")
+    limited = descriptors("limit_descriptors", 5 * S + MS, cache)
+    given_back = descriptors("unlimit_descriptors", 6 * S + MS, cache)
     parts.faults += [limited, given_back]
     passes(parts)
     parts.faults[-1] = replace(given_back, at_ns=5 * S + 2 * MS)
     assert first_broken(parts).name == "nobody died uninvited"
+
+
+def test_the_shortage_of_somebody_else_excuses_no_death() -> None:
+    parts = RecordParts()
+    standby_died_too(parts)
+    parts.events[8] = event(9, "nothing", 6 * S)
+    parts.metrics.clear()
+    gateway = Target("gateway", 60, 1, "gateway-0-1")
+    parts.faults.append(descriptors("limit_descriptors", 5 * S + MS, gateway))
+    assert first_broken(parts).name == "nobody died uninvited"
+    parts.faults[-1] = descriptors("limit_descriptors", 5 * S + MS, Target("zygote", 70, 1))
+    passes(parts)
+    parts.processes.append(Process("zygote-chat-1", 70, 1, S, 5 * S + 2 * MS, 5 * S + 2 * MS))
+    assert first_broken(parts).name == "nobody died uninvited"  # the next one lacks nothing
 
 
 def test_a_missed_expectation_is_the_products_fault_though_the_run_ended_there() -> None:
