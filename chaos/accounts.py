@@ -21,6 +21,7 @@ _SLACK: Final = 4
 """Descriptors that a moment may show more: a request under way, a burial, a connection."""
 
 _UNDER_WAY_NS: Final = 100_000_000
+"""Text that the engine had sent just before the fault may still have been on its way."""
 
 _SLOT_IS_KEPT_NS: Final = 5_000_000_000
 """Half of what engines keep a slot for whoever resumes it: the deaths of two may add up."""
@@ -172,9 +173,9 @@ def no_task_leaks(history: History) -> list[str]:
     found = []
     first: dict[tuple[str, str], float] = {}
     for held in history.all(Held):
-        lives = {name.partition("-")[0]: name for name in held.processes}
+        lives = {name.rpartition("-")[0]: name for name in held.processes}
         for metric, count in held.tasks.items():
-            owner = "gateway" if "gateway" in metric else "supervisor"
+            owner = dict(_LABEL.findall(metric)).get("worker", "supervisor")
             before = first.setdefault((metric, lives.get(owner, "")), count)
             if count - before > _TASK_SLACK:
                 found.append(f"{metric} at {held.label!r}: {before:g} -> {count:g}")

@@ -72,7 +72,7 @@ _READY: Final = ("engine_ready", "gateway_ready", "zygote_ready", "weights_loade
 """The events with which the supervisor says that a start is over, one per kind of process."""
 
 _ADOPTION_NS: Final = 5_000_000_000
-"""A new supervisor asks everybody first, and waits a while for an answer before it ends one."""
+"""A new supervisor waits 2 s for an answer (`runtime/adoption.py`), then fences; twice that."""
 
 _UNITS_OF_MODULE: Final = {
     "cache.daemon": "cache-",

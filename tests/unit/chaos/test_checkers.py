@@ -478,6 +478,23 @@ def test_a_stream_that_had_no_text_yet_may_be_computed_anew() -> None:
     passes(parts)
 
 
+def test_tasks_are_counted_from_the_first_quiet_moment_of_their_own_worker() -> None:
+    """With two workers: the one that died begins anew, the other does not."""
+    parts = RecordParts()
+    first, second = (f'understudy_gateway_tasks{{worker="gateway-{n}"}}' for n in (0, 1))
+    before, after = parts.held
+    old, new = {"gateway-0-1:60": {}, "gateway-1-1:61": {}}, {"gateway-0-2:62": {}}
+    parts.held = [
+        replace(before, processes=old, tasks={first: 4.0, second: 4.0}),
+        replace(after, processes={**new, "gateway-1-1:61": {}}, tasks={first: 9.0, second: 5.0}),
+    ]
+    passes(parts)
+    parts.held[1] = replace(parts.held[1], tasks={first: 4.0, second: 9.0})
+    assert first_broken(parts).problems == (f"{second} at 'after': 4 -> 9",)
+    parts.held[1] = replace(parts.held[1], processes={"gateway-1-2:63": {}, "gateway-0-1:60": {}})
+    passes(parts)
+
+
 def test_a_port_that_nobody_holds_refuses_until_the_next_supervisor_serves() -> None:
     parts = RecordParts()
     dead_ns = KILL_NS + 500 * MS
