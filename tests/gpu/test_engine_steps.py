@@ -98,6 +98,25 @@ def test_graphs_give_the_bits_of_eager_steps(loaded: Loaded, kv: KvMemoryView) -
     assert not model.capture_once("decode", kv, 2048)
 
 
+def test_a_capture_is_given_up_without_a_trace(loaded: Loaded, kv: KvMemoryView) -> None:
+    model = loaded.model
+    fill(kv)
+    rows = [(slot, 100 + slot, 40 * slot + 3) for slot in range(16)]
+    eager = model.decode(kv, rows, attended_tokens=2048).array().copy()
+    looks: list[None] = []
+
+    def is_urgent() -> bool:
+        looks.append(None)
+        return len(looks) > 2  # the rehearsal's layer, the first of the capture: not the second
+
+    with model.giving_way(once=is_urgent):
+        model.capture_once("decode", kv, 2048)
+    assert len(looks) == 3
+    assert model.capture_once("decode", kv, 2048), "it can be made again"
+    fill(kv)
+    assert np.array_equal(model.decode(kv, rows, attended_tokens=2048).array(), eager)
+
+
 def test_a_row_reads_its_own_past_alone(loaded: Loaded, kv: KvMemoryView) -> None:
     """Not even what is not a number, behind its end or in other slots, reaches it."""
     fill(kv)
