@@ -45,6 +45,10 @@ SignalName = Literal["KILL", "STOP", "SEGV", "ABRT", "TERM", "INT", "HUP"]
 
 _DEADLY: Final = frozenset({"KILL", "SEGV", "ABRT", "TERM", "INT", "HUP"})
 _CALL_S: Final = 5.0
+_ORDER_S: Final = 30.0
+
+_ANSWERS: Final = frozenset({200, 409, 412, 503})
+"""What an order to promote may be answered: done, or refused with a reason."""
 
 
 class SignalFault(FaultModel):
@@ -253,23 +257,15 @@ class PromoteTwiceFault(FaultModel):
 
     def inject(self, world: World) -> Injury:
         """Both must be answered; one may be refused."""
-        answers: list[str] = []
-
-        def promote() -> None:
-            try:
-                reply = world.system.admin.request("POST", "/v1/promote", {}, timeout_s=30)
-                answers.append(str(reply.status))
-            except OSError as error:
-                answers.append(repr(error))
-
+        answers: list[int | OSError] = []
         at_ns = time.monotonic_ns()
-        threads = [threading.Thread(target=promote) for _ in range(2)]
+        threads = [threading.Thread(target=_promote, args=(world, answers)) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=40)
-        note = f"answered {', '.join(sorted(answers))}"
-        is_fine = set(answers) <= {"200", "409", "412"} and "200" in answers and len(answers) == 2
+            thread.join(timeout=_ORDER_S + _CALL_S)
+        note = f"answered {', '.join(sorted(map(_shown, answers)))}"
+        is_fine = set(answers) <= {200, 409, 412} and 200 in answers and len(answers) == 2
         return Injury(at_ns, note=note, problem="" if is_fine else f"two promotions: {note}")
 
 
@@ -282,30 +278,46 @@ class HitSwitchoverFault(FaultModel):
     delay: Seconds = 0.0
 
     def inject(self, world: World) -> Injury:
-        """The order must be answered, whatever the answer is."""
+        """The order must be answered, with what it came to or with why it was refused."""
         target = world.locate(self.target)
-        answers: list[str] = []
-
-        def promote() -> None:
-            try:
-                reply = world.system.admin.request("POST", "/v1/promote", {}, timeout_s=30)
-                answers.append(str(reply.status))
-            except OSError as error:
-                answers.append(type(error).__name__)
-
-        thread = threading.Thread(target=promote)
+        may_break_off = self.target == "supervisor" or world.system.status() is None
         is_deadly = self.signal in _DEADLY
         breaks = is_deadly and self.target == "gateway"
         spared = _streams_elsewhere(world, {target.pid}) if breaks else ()
+        answers: list[int | OSError] = []
+        thread = threading.Thread(target=_promote, args=(world, answers))
         thread.start()
         time.sleep(self.delay)
         at_ns = time.monotonic_ns()
-        world.send(target, signal.Signals[f"SIG{self.signal}"])
-        thread.join(timeout=40)
-        problem = "" if answers else "the order to promote was never answered"
+        was_there = world.send(target, signal.Signals[f"SIG{self.signal}"])
+        thread.join(timeout=_ORDER_S + _CALL_S)
+        if not was_there:
+            raise UnderstudyError(f"{target.role} was gone before the signal")
+        shown = "-".join(map(_shown, answers)) or "never"
+        is_fine = bool(answers) and all(_is_answer(a, may_break_off) for a in answers)
         return Injury(at_ns, (target,), breaks, is_deadly, spared=spared,
-                      note=f"{self.delay * 1000:g} ms, answered {'-'.join(answers)}",
-                      problem=problem)  # fmt: skip
+                      note=f"{self.delay * 1000:g} ms, answered {shown}",
+                      problem="" if is_fine else f"the order to promote: {shown}")  # fmt: skip
+
+
+def _promote(world: World, answers: list[int | OSError]) -> None:
+    """Order a switchover; the answer goes to the list."""
+    try:
+        reply = world.system.admin.request("POST", "/v1/promote", {}, timeout_s=_ORDER_S)
+        answers.append(reply.status)
+    except OSError as error:
+        answers.append(error)
+
+
+def _is_answer(answer: int | OSError, may_break_off: bool) -> bool:
+    """Done, or refused with a reason; a connection breaks only with its supervisor."""
+    if isinstance(answer, OSError):
+        return may_break_off and isinstance(answer, ConnectionError | FileNotFoundError)
+    return answer in _ANSWERS
+
+
+def _shown(answer: int | OSError) -> str:
+    return str(answer) if isinstance(answer, int) else type(answer).__name__
 
 
 class PauseSupervisorFault(FaultModel):

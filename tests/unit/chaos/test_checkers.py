@@ -483,10 +483,11 @@ def test_tasks_are_counted_from_the_first_quiet_moment_of_their_own_worker() -> 
     parts = RecordParts()
     first, second = (f'understudy_gateway_tasks{{worker="gateway-{n}"}}' for n in (0, 1))
     before, after = parts.held
-    old, new = {"gateway-0-1:60": {}, "gateway-1-1:61": {}}, {"gateway-0-2:62": {}}
+    old: dict[str, dict[str, int]] = {"gateway-0-1:60": {}, "gateway-1-1:61": {}}
+    new: dict[str, dict[str, int]] = {"gateway-0-2:62": {}, "gateway-1-1:61": {}}
     parts.held = [
         replace(before, processes=old, tasks={first: 4.0, second: 4.0}),
-        replace(after, processes={**new, "gateway-1-1:61": {}}, tasks={first: 9.0, second: 5.0}),
+        replace(after, processes=new, tasks={first: 9.0, second: 5.0}),
     ]
     passes(parts)
     parts.held[1] = replace(parts.held[1], tasks={first: 4.0, second: 9.0})
