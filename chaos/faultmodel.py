@@ -8,6 +8,7 @@ Invariants
 
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
@@ -43,6 +44,7 @@ class World(Protocol):
     load: OpenLoad
     seed: int
     fault_dir: Path  # where `chaos/hooks/sitecustomize.py` in the children looks for orders
+    strangers: ExitStack  # what listens on ports of the system and is none of its processes
 
     def locate(self, role: Role) -> Target:
         """Who has the role now, or had it when the supervisor last answered."""

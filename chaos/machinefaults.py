@@ -220,8 +220,8 @@ class StrangerFault(FaultModel):
         """It accepts nobody; it leaves with `stranger_leaves` or at the end."""
         system = world.system
         number = system.gateway_port if self.port == "gateway" else system.admin_port
-        listener = socket.socket()
-        world.on_end(listener.close)
+        listener = world.strangers.enter_context(socket.socket())
+        world.on_end(world.strangers.close)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         deadline = time.monotonic() + 5.0
         while True:
@@ -234,11 +234,7 @@ class StrangerFault(FaultModel):
                 time.sleep(0.02)  # its last holder is being taken down
             else:
                 break
-        _STRANGERS.append(listener)
         return Injury(time.monotonic_ns(), note=self.port)
-
-
-_STRANGERS: Final[list[socket.socket]] = []
 
 
 class StrangerLeavesFault(FaultModel):
@@ -248,7 +244,5 @@ class StrangerLeavesFault(FaultModel):
 
     def inject(self, world: World) -> Injury:
         """All of them."""
-        assert world.system  # noqa: S101 - strangers belong to a run
-        while _STRANGERS:
-            _STRANGERS.pop().close()
+        world.strangers.close()
         return Injury(time.monotonic_ns())

@@ -121,6 +121,7 @@ class Run:
         events = EventTail(state_dir / "events.jsonl")
         self._stock = Stock(self.system, recorder, self._status, events)
         self._expecting = Expecting(self.system, self.load, recorder, events)
+        self.strangers = contextlib.ExitStack()
         self._undo: list[Callable[[], None]] = []
         self._steps = 0
         self._deadline_s = time.monotonic() + scenario.max_duration
