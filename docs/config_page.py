@@ -79,12 +79,18 @@ def _kind(shape: Shape, field: FieldInfo) -> str:
             return "list of sections"
         case Items(item=item):
             return f"list of {_kind(item, field)}"
-        case Leaf(choices=choices) if choices:
-            return " or ".join(f"`{choice}`" for choice in choices)
-        case Leaf(unit=unit) if unit:
-            return {"s": "duration", "bytes": "size"}[unit]
-        case Leaf(example=example):
-            return _PLAIN.get(example, "text") + _bounds(field)
+        case Leaf():
+            return _leaf_kind(shape, field)
+
+
+def _leaf_kind(leaf: Leaf, field: FieldInfo) -> str:
+    if field.annotation is bool:
+        return "`true` or `false`"
+    if leaf.choices:
+        return " or ".join(f"`{choice}`" for choice in leaf.choices)
+    if leaf.unit:
+        return {"s": "duration", "bytes": "size"}[leaf.unit]
+    return _PLAIN.get(leaf.example, "text") + _bounds(field)
 
 
 def _bounds(field: FieldInfo) -> str:
@@ -105,4 +111,6 @@ def _default(shape: Shape, field: FieldInfo) -> str:
         return "required"
     if isinstance(shape, Section):
         return "see below"
+    if field.annotation is bool:
+        return f"`{str(field.get_default()).lower()}`"  # as YAML writes it
     return f"`{write_default(field)}`" if field.get_default() not in (None, "") else "none"
