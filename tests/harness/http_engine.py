@@ -15,8 +15,11 @@ from typing import Self
 
 from aiohttp import web
 
+from tests.harness.lines import read_line
+
 ROOT = Path(__file__).parents[2]
 _STEP_S = 0.005
+_LINE_S = 30.0
 
 
 class Engine:
@@ -102,10 +105,17 @@ class HttpEngineProcess:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.url = f"http://127.0.0.1:{self._line()}"
+        try:
+            self.url = f"http://127.0.0.1:{self._line()}"
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(self, *_exc: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self.process.kill()
         self.process.communicate(timeout=10)
 
@@ -118,7 +128,7 @@ class HttpEngineProcess:
 
     def _line(self) -> str:
         assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        return read_line(self.process.stdout, timeout_s=_LINE_S)
 
 
 if __name__ == "__main__":

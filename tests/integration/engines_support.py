@@ -220,18 +220,29 @@ def zygote(run_dir: Path, *, spec: LoadSpec = LOAD) -> Iterator[ZygoteClient]:
         spawned.kill()
 
 
-def open_numbers(pid: int, *, after_s: float = 0.0) -> set[int]:
-    time.sleep(after_s)
+def open_numbers(pid: int) -> set[int]:
     return {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
+
+
+def settled_numbers(pid: int, *, still_s: float = 0.3, timeout_s: float = 30.0) -> set[int]:
+    """Its open descriptors once they have not changed for a while: what is closing is closed."""
+    numbers, since = open_numbers(pid), time.monotonic()
+
+    def are_still() -> bool:
+        nonlocal numbers, since
+        if (now := open_numbers(pid)) != numbers:
+            numbers, since = now, time.monotonic()
+        return time.monotonic() - since >= still_s
+
+    wait_for(are_still, timeout_s=timeout_s)
+    return numbers
 
 
 @contextlib.contextmanager
 def without_descriptors(pid: int) -> Iterator[None]:
     """The process cannot open one file meanwhile. The limit is on numbers: the lowest free one."""
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    taken = open_numbers(pid)
-    while (now := open_numbers(pid, after_s=0.3)) != taken:  # what is closing would be free then
-        taken = now
+    taken = settled_numbers(pid)
     lowest = next(number for number in itertools.count() if number not in taken)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest, before[1]))
     try:
