@@ -46,11 +46,17 @@ from chaos.system import DEMO_MODEL, RunningSystem, SystemOptions
 from chaos.watching import ProcessWatcher, StatusWatcher, pids_of
 from supervisor.process import ProcessId, own_boot_id, read_marker, read_process_id, signal_process
 
-__all__ = ["HOOKS", "Run", "perform"]
+__all__ = ["Run", "hook_environment", "perform"]
 
-HOOKS: Final = Path(__file__).resolve().parent / "hooks"
+_HOOKS: Final = Path(__file__).resolve().parent / "hooks"
 _CALM_S: Final = 90.0
 _STREAM_S: Final = 5.0
+
+
+def hook_environment(orders: Path) -> dict[str, str]:
+    """What a Python process needs so that it obeys the orders in this folder."""
+    path = os.pathsep.join(filter(None, (str(_HOOKS), os.getenv("PYTHONPATH"))))
+    return {"UNDERSTUDY_CHAOS_ORDERS": str(orders), "PYTHONPATH": path}
 
 
 def perform(
@@ -447,11 +453,7 @@ def _options(scenario: Scenario, orders: Path, model: Path, device: str) -> Syst
         intensity=shape.intensity,
         max_young_deaths=shape.max_young_deaths,
         core_dumps=shape.core_dumps,
-        extra_environment={
-            "UNDERSTUDY_FAULTS": "1",
-            "UNDERSTUDY_CHAOS_ORDERS": str(orders),
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(HOOKS), os.getenv("PYTHONPATH")))),
-        },
+        extra_environment={"UNDERSTUDY_FAULTS": "1", **hook_environment(orders)},
     )
 
 

@@ -5,14 +5,13 @@ the test wants.
 """
 
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from chaos.client import wait_until
-from chaos.runner import HOOKS
+from chaos.runner import hook_environment
 from chaos.system import RunningSystem, SystemOptions
 from supervisor.process import ProcessId, is_same, signal_process
 from tests.harness.rounds import Load
@@ -33,8 +32,7 @@ def system(
     new_system: Callable[[SystemOptions], RunningSystem], hold: Path
 ) -> Iterator[RunningSystem]:
     """Its supervisor runs, its loader waits."""
-    environment = {"UNDERSTUDY_CHAOS_ORDERS": str(hold.parent), "PYTHONPATH": str(HOOKS)}
-    system = new_system(SystemOptions(extra_environment=environment))
+    system = new_system(SystemOptions(extra_environment=hook_environment(hold.parent)))
     try:
         system.spawn_supervisor()
         wait_until(lambda: loaders(system), "a loader that waits", timeout_s=UP_S)
@@ -108,7 +106,6 @@ def test_a_supervisor_that_dies_during_the_load_is_followed_and_the_load_goes_on
     daemon, waiting = daemon_of(system), loaders(system)
     system.supervisor.kill()
     system.wait_supervisor(timeout_s=10)
-    time.sleep(0.5)
     system.spawn_supervisor()
     assert daemon_of(system) == daemon
     assert loaders(system) == waiting

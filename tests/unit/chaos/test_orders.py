@@ -1,30 +1,40 @@
 """What a running process does about an order that lies in its folder."""
 
+import contextlib
 import os
 import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from chaos.machinefaults import dumped_ranges
-from chaos.runner import HOOKS
+from chaos.runner import hook_environment
+from tests.harness.lines import read_line
 
 WAIT_S = 10.0
 
 
-def start(orders: Path, source: str) -> subprocess.Popen[str]:
-    environment = {"UNDERSTUDY_CHAOS_ORDERS": str(orders), "PYTHONPATH": str(HOOKS)}
-    return subprocess.Popen(
+@contextlib.contextmanager
+def running(orders: Path, source: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that obeys; it ends with its input, or at the latest with the test."""
+    process = subprocess.Popen(
         [sys.executable, "-c", source],
-        env={**os.environ, **environment},
+        env={**os.environ, **hook_environment(orders)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+    try:
+        yield process
+        process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+        process.communicate(timeout=WAIT_S)
 
 
 def ask(process: subprocess.Popen[str], line: str = "go") -> str:
@@ -32,7 +42,7 @@ def ask(process: subprocess.Popen[str], line: str = "go") -> str:
     assert process.stdout is not None
     process.stdin.write(line + "\n")
     process.stdin.flush()
-    return process.stdout.readline().strip()
+    return read_line(process.stdout, timeout_s=WAIT_S)
 
 
 def test_the_wall_clock_of_a_running_process_and_of_its_forks_jumps(tmp_path: Path) -> None:
@@ -46,15 +56,14 @@ def test_the_wall_clock_of_a_running_process_and_of_its_forks_jumps(tmp_path: Pa
         "        os._exit(0)\n"
         "    os.wait()\n"
     )
-    process = start(tmp_path, source)
-    for offset_s in (0.0, 3600.0, -7200.0):
-        with file.open("r+b") as opened:
-            opened.write(struct.pack("d", offset_s))
-        wall_s, wall_ns_s, monotonic_s = map(float, ask(process).split())
-        assert wall_s == pytest.approx(time.time() + offset_s, abs=WAIT_S)
-        assert wall_ns_s == pytest.approx(wall_s, abs=1.0)
-        assert monotonic_s == pytest.approx(time.monotonic(), abs=WAIT_S)
-    process.communicate(timeout=WAIT_S)
+    with running(tmp_path, source) as process:
+        for offset_s in (0.0, 3600.0, -7200.0):
+            with file.open("r+b") as opened:
+                opened.write(struct.pack("d", offset_s))
+            wall_s, wall_ns_s, monotonic_s = map(float, ask(process).split())
+            assert wall_s == pytest.approx(time.time() + offset_s, abs=WAIT_S)
+            assert wall_ns_s == pytest.approx(wall_s, abs=1.0)
+            assert monotonic_s == pytest.approx(time.monotonic(), abs=WAIT_S)
 
 
 def test_fsync_fails_while_the_order_is_there(tmp_path: Path) -> None:
@@ -68,13 +77,12 @@ def test_fsync_fails_while_the_order_is_there(tmp_path: Path) -> None:
         "    except OSError as error:\n"
         "        print(error.strerror, flush=True)\n"
     )
-    process = start(tmp_path, source)
-    assert ask(process) == "well"
-    (tmp_path / "no-fsync").touch()
-    assert ask(process) == "Input/output error"
-    (tmp_path / "no-fsync").unlink()
-    assert ask(process) == "well"
-    process.communicate(timeout=WAIT_S)
+    with running(tmp_path, source) as process:
+        assert ask(process) == "well"
+        (tmp_path / "no-fsync").touch()
+        assert ask(process) == "Input/output error"
+        (tmp_path / "no-fsync").unlink()
+        assert ask(process) == "well"
 
 
 def test_the_areas_of_a_core_file_are_read(tmp_path: Path) -> None:
