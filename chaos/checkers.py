@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from chaos import accounts, assumptions, guarantees
+from chaos import accounts, assumptions, guarantees, lives
 from chaos.history import History
 
 __all__ = ["ASSUMPTIONS", "GUARANTEES", "Check", "Outcome", "Verdict", "judge"]
@@ -80,12 +80,12 @@ GUARANTEES: Final = (
     Check("every stream is complete and exact", guarantees.streams_are_exact),
     Check("what the scenario expects came", guarantees.expectations_were_met),
     Check("what was asked meanwhile was answered well", guarantees.answers_were_right),
-    Check("pause means pause", guarantees.pause_means_pause),
+    Check("pause means pause", lives.pause_means_pause),
     Check("failovers by judgement are limited", guarantees.judgement_is_limited),
     Check("the next token came within its bound", guarantees.next_token_within_bound),
     Check("the system was whole within its bound", guarantees.whole_within_bound),
-    Check("nobody died uninvited", guarantees.nobody_died_uninvited),
-    Check("who dies young is restarted later and later", guarantees.restarts_back_off),
+    Check("nobody died uninvited", lives.nobody_died_uninvited),
+    Check("who dies young is restarted later and later", lives.restarts_back_off),
     Check("events have no gap", accounts.events_have_no_gap),
     Check("metrics equal the events", accounts.metrics_equal_events),
     Check("nothing is computed twice", accounts.nothing_is_computed_twice),
