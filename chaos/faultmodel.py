@@ -11,17 +11,31 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Final, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
 from chaos.history import Target
 from chaos.load import OpenLoad
+from chaos.sockets import client_ports_of
 from chaos.system import RunningSystem
 
-__all__ = ["FaultModel", "Injury", "Role", "World"]
+__all__ = [
+    "DEADLY",
+    "FaultModel",
+    "Injury",
+    "Role",
+    "SignalName",
+    "World",
+    "streams_elsewhere",
+]
 
 Role = Literal["primary", "standby", "batch", "zygote", "cache", "gateway", "supervisor"]
+
+SignalName = Literal["KILL", "STOP", "SEGV", "ABRT", "TERM", "INT", "HUP"]
+
+DEADLY: Final = frozenset({"KILL", "SEGV", "ABRT", "TERM", "INT", "HUP"})
+"""The signals that end a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +86,13 @@ class FaultModel(BaseModel):
             UnderstudyError: it could not be done; the run ends there, as not judged.
         """
         raise AssertionError(f"{self.kind} does not say what it does in {world}")
+
+
+def streams_elsewhere(world: World, victims: set[int]) -> tuple[str, ...]:
+    """Streams whose client is connected to a gateway worker that is not hit."""
+    port = world.system.gateway_port
+    workers = {p.pid for p, instance in world.system.marked() if instance.startswith("gateway")}
+    living: set[int] = set()
+    for pid in workers - victims:
+        living |= client_ports_of(pid, port)
+    return tuple(name for name, own in world.load.local_ports().items() if own in living)

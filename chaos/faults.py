@@ -2,12 +2,12 @@
 
 A fault is data from a scenario's YAML (`kind` names it) with one method, `inject`, which does it
 and says whom it hit and when. Whether the system took it well is judged later, elsewhere. Here are
-those that hit processes; those of the machine and of clients are in modules of their own.
+those that hit processes; those of switchovers, of the machine and of clients are in modules of
+their own.
 """
 
 import resource
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
@@ -19,7 +19,15 @@ from cache.rpc import Hello
 from cache.wire import Connection, close_all
 from chaos.client import wait_until
 from chaos.clientfaults import ClientsLeaveFault, HostileClientsFault
-from chaos.faultmodel import FaultModel, Injury, Role, World
+from chaos.faultmodel import (
+    DEADLY,
+    FaultModel,
+    Injury,
+    Role,
+    SignalName,
+    World,
+    streams_elsewhere,
+)
 from chaos.history import Target
 from chaos.machinefaults import (
     BreakFsyncFault,
@@ -33,7 +41,7 @@ from chaos.machinefaults import (
     StrangerFault,
     StrangerLeavesFault,
 )
-from chaos.sockets import client_ports_of
+from chaos.switchfaults import HitSwitchoverFault, KillPromotingFault, PromoteTwiceFault
 from engines.contract import CONTROL_PROTOCOL, CONTROL_VERSION
 from engines.native.faults import InjectFault
 from supervisor.process import is_same, read_process_id
@@ -41,14 +49,7 @@ from supervisor.topology.schema import Seconds
 
 __all__ = ["CATALOGUE", "catalogue", "is_gone", "wait_gone"]
 
-SignalName = Literal["KILL", "STOP", "SEGV", "ABRT", "TERM", "INT", "HUP"]
-
-_DEADLY: Final = frozenset({"KILL", "SEGV", "ABRT", "TERM", "INT", "HUP"})
 _CALL_S: Final = 5.0
-_ORDER_S: Final = 30.0
-
-_ANSWERS: Final = frozenset({200, 409, 412, 503})
-"""What an order to promote may be answered: done, or refused with a reason."""
 
 
 class SignalFault(FaultModel):
@@ -63,24 +64,14 @@ class SignalFault(FaultModel):
         roles = self.target if isinstance(self.target, list) else [self.target]
         targets = tuple(world.locate(role) for role in roles)
         sig = signal.Signals[f"SIG{self.signal}"]
-        spared = _streams_elsewhere(world, {t.pid for t in targets}) if "gateway" in roles else ()
+        spared = streams_elsewhere(world, {t.pid for t in targets}) if "gateway" in roles else ()
         at_ns = time.monotonic_ns()
         for target in targets:
             if not world.send(target, sig):
                 raise UnderstudyError(f"{target.role} was gone before the signal")
-        deadly = self.signal in _DEADLY
+        deadly = self.signal in DEADLY
         breaks = deadly and "gateway" in roles
         return Injury(at_ns, targets, breaks_streams=breaks, is_deadly=deadly, spared=spared)
-
-
-def _streams_elsewhere(world: World, victims: set[int]) -> tuple[str, ...]:
-    """Streams whose client is connected to a gateway worker that is not hit."""
-    port = world.system.gateway_port
-    workers = {p.pid for p, instance in world.system.marked() if instance.startswith("gateway")}
-    living: set[int] = set()
-    for pid in workers - victims:
-        living |= client_ports_of(pid, port)
-    return tuple(name for name, own in world.load.local_ports().items() if own in living)
 
 
 class ContinueFault(FaultModel):
@@ -224,100 +215,6 @@ def _next_instance(world: World, name: str, known: set[int], within_s: float) ->
         return None
 
     return wait_until(look, f"a new instance of {name}", timeout_s=within_s)
-
-
-class KillPromotingFault(FaultModel):
-    """The primary dies, and its successor dies in the middle of its own promotion."""
-
-    kind: Literal["kill_promoting"] = "kill_promoting"
-    signal: SignalName = "KILL"
-
-    def inject(self, world: World) -> Injury:
-        """The standby is stopped first, so that its promotion takes long enough to be hit."""
-        primary, standby = world.locate("primary"), world.locate("standby")
-        name = standby.instance.rpartition("-")[0]
-        world.send(standby, signal.SIGSTOP)
-        at_ns = time.monotonic_ns()
-        world.send(primary, signal.SIGKILL)
-
-        def is_promoting() -> bool:
-            status = world.system.status()
-            engines = status.group.engines if status is not None else []
-            return any(e.name == name and e.state == "promoting" for e in engines)
-
-        wait_until(is_promoting, f"{name} being promoted", timeout_s=5)
-        world.send(standby, signal.Signals[f"SIG{self.signal}"])
-        return Injury(at_ns, (primary, standby), is_deadly=True)
-
-
-class PromoteTwiceFault(FaultModel):
-    """Two operators order a switchover at the same moment."""
-
-    kind: Literal["promote_twice"] = "promote_twice"
-
-    def inject(self, world: World) -> Injury:
-        """Both must be answered; one may be refused."""
-        answers: list[int | OSError] = []
-        at_ns = time.monotonic_ns()
-        threads = [threading.Thread(target=_promote, args=(world, answers)) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=_ORDER_S + _CALL_S)
-        note = f"answered {', '.join(sorted(map(_shown, answers)))}"
-        is_fine = set(answers) <= {200, 409, 412} and 200 in answers and len(answers) == 2
-        return Injury(at_ns, note=note, problem="" if is_fine else f"two promotions: {note}")
-
-
-class HitSwitchoverFault(FaultModel):
-    """An operator orders a switchover, and in the middle of it somebody is killed or stopped."""
-
-    kind: Literal["hit_switchover"] = "hit_switchover"
-    target: Role
-    signal: SignalName = "KILL"
-    delay: Seconds = 0.0
-
-    def inject(self, world: World) -> Injury:
-        """The order must be answered, with what it came to or with why it was refused."""
-        target = world.locate(self.target)
-        may_break_off = self.target == "supervisor" or world.system.status() is None
-        is_deadly = self.signal in _DEADLY
-        breaks = is_deadly and self.target == "gateway"
-        spared = _streams_elsewhere(world, {target.pid}) if breaks else ()
-        answers: list[int | OSError] = []
-        thread = threading.Thread(target=_promote, args=(world, answers))
-        thread.start()
-        time.sleep(self.delay)
-        at_ns = time.monotonic_ns()
-        was_there = world.send(target, signal.Signals[f"SIG{self.signal}"])
-        thread.join(timeout=_ORDER_S + _CALL_S)
-        if not was_there:
-            raise UnderstudyError(f"{target.role} was gone before the signal")
-        shown = "-".join(map(_shown, answers)) or "never"
-        is_fine = bool(answers) and all(_is_answer(a, may_break_off) for a in answers)
-        return Injury(at_ns, (target,), breaks, is_deadly, spared=spared,
-                      note=f"{self.delay * 1000:g} ms, answered {shown}",
-                      problem="" if is_fine else f"the order to promote: {shown}")  # fmt: skip
-
-
-def _promote(world: World, answers: list[int | OSError]) -> None:
-    """Order a switchover; the answer goes to the list."""
-    try:
-        reply = world.system.admin.request("POST", "/v1/promote", {}, timeout_s=_ORDER_S)
-        answers.append(reply.status)
-    except OSError as error:
-        answers.append(error)
-
-
-def _is_answer(answer: int | OSError, may_break_off: bool) -> bool:
-    """Done, or refused with a reason; a connection breaks only with its supervisor."""
-    if isinstance(answer, OSError):
-        return may_break_off and isinstance(answer, ConnectionError | FileNotFoundError)
-    return answer in _ANSWERS
-
-
-def _shown(answer: int | OSError) -> str:
-    return str(answer) if isinstance(answer, int) else type(answer).__name__
 
 
 class PauseSupervisorFault(FaultModel):

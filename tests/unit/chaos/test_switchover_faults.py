@@ -11,8 +11,8 @@ import pytest
 
 from cache.errors import UnderstudyError
 from chaos.client import AdminReply
-from chaos.faults import HitSwitchoverFault
 from chaos.history import Target
+from chaos.switchfaults import HitSwitchoverFault
 
 
 class Hurt:
