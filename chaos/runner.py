@@ -3,6 +3,9 @@
 Order of a run: start the system, run every request once undisturbed (the reference), perform the
 steps, let the load run out, take stock, stop, look for what is left. When a step fails the steps
 end there, but stock is still taken and the system stopped: a record is always complete.
+
+Longer than other modules: every step acts on the same system, load, record and list of things to
+undo, so in pieces each piece would carry all four about.
 """
 
 import contextlib
@@ -91,7 +94,7 @@ def perform(
 
 
 class Run:
-    """One scenario under way; `chaos.faults.World` for its faults."""
+    """One scenario under way; `chaos.faultmodel.World` for its faults."""
 
     def __init__(
         self,
