@@ -54,6 +54,7 @@ class ProcessNotReadableError(SupervisorError):
             hint="run as the user that owns it; check hidepid of /proc and the descriptor limit",
         )
         self.pid = pid
+        self.cause_errno = cause.errno
 
 
 class SpawnError(StartFailedError):

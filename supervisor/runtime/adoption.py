@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from signal import SIGCONT
 from typing import TYPE_CHECKING, Final
 
-from cache.errors import DescriptorLimitError, UnderstudyError
+from cache.errors import UnderstudyError
 from supervisor.core.states import EngineState, Facts, StateEvent
-from supervisor.process import ProcessNotReadableError
+from supervisor.runtime.lack import is_our_lack
 from supervisor.runtime.machine import LeftBehind
 from supervisor.runtime.strays import unit_name
 from supervisor.runtime.unit import Unit
@@ -37,7 +37,7 @@ __all__ = ["Adoption", "adopt"]
 log = logging.getLogger(__name__)
 
 _ANSWER_S: Final = 2.0
-_REFUSED_S: Final = 10.0  # by the machine: no descriptor is left, perhaps for a moment only
+_REFUSED_S: Final = 10.0  # by a socket whose backlog is full, perhaps for a moment only
 _RETRY_S: Final = 0.1
 
 
@@ -96,16 +96,26 @@ async def _take(
 
 
 async def _take_over(runtime: "SupervisorRuntime", unit: Unit, left: LeftBehind) -> None:
-    """Own it and connect to it. What the machine refuses us is not its fault: asked again."""
+    """Own it and connect to it.
+
+    What we lack ourselves is not its fault, and is waited for as long as it lives: it goes on
+    without us, whereas one that nobody has looked at could only be ended.
+    """
     deadline = runtime.services.patience.deadline(_REFUSED_S)
+    has_told = False
     while True:
         try:
             unit.take(left.process, left.instance)
             await runtime.join(unit, timeout_s=_ANSWER_S)
-        except (OSError, ProcessNotReadableError, DescriptorLimitError) as error:
-            if deadline.has_passed:
+        except (UnderstudyError, OSError) as error:
+            is_over = unit.died.done() or runtime.stop_requested.is_set()
+            is_ours = is_our_lack(error)
+            if is_over or not (is_ours or (isinstance(error, OSError) and not deadline.has_passed)):
                 raise
-            log.warning("%s cannot be adopted yet: %s", left.instance, error)
+            if is_ours and not has_told:
+                has_told = True
+                unit.emit("adoption_waits", f"{unit.name} cannot be adopted yet: {error}",
+                          pid=left.process.pid)  # fmt: skip
             await asyncio.sleep(_RETRY_S)
         else:
             return

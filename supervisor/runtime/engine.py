@@ -146,7 +146,7 @@ class EngineUnit(Unit):
                 process = await self._fork(zygote, spec)
                 if self.state is not EngineState.STARTING:  # nobody waited for a fork so slow
                     raise StartFailedError(f"{self.name} is {self.state}, its fork came too late",
-                                           hint="it is ended as a stray")  # fmt: skip
+                                           hint="it is ended, and another is started")  # fmt: skip
                 self.take(process, instance)
             else:
                 self.spawn_module("engines.native", spec, with_model=True)
@@ -188,6 +188,13 @@ class EngineUnit(Unit):
             on_event=self._event,
         )
         self._take_status(msgspec.json.decode(raw, type=EngineStatus))
+        try:
+            await self._map_progress()
+        except (UnderstudyError, OSError):
+            self.disconnect()  # all of it or nothing: without progress nobody would see it hang
+            raise
+
+    async def _map_progress(self) -> None:
         _, fds = await self.call_with_fds("progress.open", timeout_s=5.0)
         try:
             self._page_map = mmap.mmap(fds[0], ProgressPage.SIZE_BYTES, prot=mmap.PROT_READ)

@@ -12,6 +12,7 @@ from typing import Final
 
 from supervisor.core.verdict import STARVED_SHARE
 from supervisor.errors import RemoteError, UnderstudyError
+from supervisor.runtime.lack import is_our_lack
 from supervisor.runtime.unit import Unit
 
 __all__ = ["BEAT_S", "UNANSWERED", "Pulse"]
@@ -98,6 +99,6 @@ class Pulse:
                 await self._unit.call(self._verb, timeout_s=BEAT_S)
         except RemoteError:
             return True  # an error is an answer
-        except (UnderstudyError, OSError):
-            return False
+        except (UnderstudyError, OSError) as error:
+            return is_our_lack(error)  # then nothing is known, and nothing is held against it
         return True

@@ -181,9 +181,10 @@ class FakeMachine:
         return client, raw
 
     def _blemish_unheard(self, stem: str) -> None:
-        """A start that nobody can hear of is a failed one; what has come up is to be kept."""
+        """A start of our own that nobody can hear of is a failed one; all else is to be kept."""
         for proc in self.world.living():
-            if stem in (proc.instance, proc.unit) and not proc.was_connected:
+            is_new = proc.child_of is self and not proc.was_connected
+            if stem in (proc.instance, proc.unit) and is_new:
                 proc.is_blemished = "nobody could connect to it"
 
     async def probe_health(self, path: Path, *, timeout_s: float) -> bool | None:

@@ -108,7 +108,8 @@ def _draw_step(rng: random.Random, shape: Shape, begin_s: float, span_s: float) 
         case "hang" | "wrong" | "unhealthy":
             target, amount = rng.choice(engines), rng.choice((0.2, 0.6, 2.0))
         case "stall" | "pressure" | "full_disk" | "no_descriptors":
-            amount = rng.choice((0.05, 0.3, 1.0, 5.0))
+            longest_s = 15.0 if kind == "no_descriptors" else 1.0
+            amount = rng.choice((0.05, 0.3, 5.0, longest_s))
             verb = "sockets" if kind == "full_disk" and rng.random() < 0.5 else ""
         case "clock_jump":
             amount = rng.choice((-86400.0, -3.0, 3.0, 86400.0))

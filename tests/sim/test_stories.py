@@ -280,3 +280,39 @@ def test_young_deaths_on_a_full_disk_make_no_engine_fatal() -> None:
         await stage.whole(within_s=10)
 
     play(story)
+
+
+@pytest.mark.parametrize("length_s", [5, 15, 60])
+def test_a_supervisor_without_descriptors_ends_nothing_that_it_finds(length_s: int) -> None:
+    async def story(stage: Stage) -> None:
+        alive = {p.instance for p in stage.world.living()}
+        await asyncio.sleep(1.5)
+        before = stage.keeper.life
+        before.kill()
+        stage.world.has_descriptors = False
+        await stage.until(lambda: stage.keeper.life is not before, "the next one", within_s=5)
+        await asyncio.sleep(length_s)
+        assert {p.instance for p in stage.world.living()} == alive
+        assert "adoption_waits" in stage.kinds()
+        stage.world.has_descriptors = True
+        await stage.whole()
+        await asyncio.sleep(10)
+        assert {p.instance for p in stage.world.living()} == alive
+
+    play(story)
+
+
+def test_a_supervisor_that_waits_for_descriptors_can_be_stopped() -> None:
+    async def story(stage: Stage) -> None:
+        await asyncio.sleep(1.5)
+        before = stage.keeper.life
+        before.kill()
+        stage.world.has_descriptors = False
+        await stage.until(lambda: stage.keeper.life is not before, "the next one", within_s=5)
+        life = stage.keeper.life
+        await asyncio.sleep(5)
+        life.runtime.stop_requested.set()
+        await stage.until(life.task.done, "the stop", within_s=10)
+        stage.world.has_descriptors = True
+
+    play(story)
