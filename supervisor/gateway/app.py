@@ -26,7 +26,7 @@ from supervisor.gateway.limits import (
     TERM_DEADLINE_S,
     Parking,
 )
-from supervisor.gateway.protocol import FirstToken, GatewaySpec, GatewayStatus, Routes
+from supervisor.gateway.protocol import FirstToken, GatewaySpec, GatewayStatus, Routes, RoutesAck
 from supervisor.gateway.routes import RouteTable
 from supervisor.gateway.server import HttpServer, raise_descriptor_limit
 from supervisor.gateway.stream import LiveConnections, StreamContext
@@ -90,15 +90,15 @@ class Worker:
             tasks=len(asyncio.all_tasks()),
         )
 
-    def apply_routes(self, routes: Routes) -> int:
+    def apply_routes(self, routes: Routes) -> RoutesAck:
         """Put a table in force and cut what it no longer names. Synchronous: true on return."""
         if not self._table.apply(routes):
             log.info("ignored a table of a former supervisor sequence=%d", routes.sequence)
-            return 0
+            return RoutesAck(self._table.sequence, 0)
         for model in self._table.models:
             self._counters.of(model.id)
         self._changed.set()
-        return self._live.cut_stale(self._table)
+        return RoutesAck(routes.sequence, self._live.cut_stale(self._table))
 
     def drain(self) -> None:
         """Finish what runs, then end."""

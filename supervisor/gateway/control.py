@@ -36,8 +36,10 @@ class Controlled(Protocol):
     def status(self) -> GatewayStatus:
         """The worker as it sees itself."""
 
-    def apply_routes(self, routes: Routes) -> int:
-        """Put a table in force before returning; returns how many streams it cut.
+    def apply_routes(self, routes: Routes) -> RoutesAck:
+        """Put a table in force before returning; returns which one is, and what it cut.
+
+        An older one than what is in force is ignored: then the answer has another sequence.
 
         Raises:
             StaleEpochError: an epoch went down; nothing was changed.
@@ -96,12 +98,13 @@ class ControlServer:
             routes = msgspec.json.decode(raw, type=Routes)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"bad routing table: {error}") from error
-        streams_cut = self._worker.apply_routes(routes)
-        log.info(
-            "a routing table is in force sequence=%d groups=%d streams_cut=%d",
-            routes.sequence, len(routes.groups), streams_cut,
-        )  # fmt: skip
-        return RoutesAck(routes.sequence, streams_cut), ()
+        ack = self._worker.apply_routes(routes)
+        if ack.sequence == routes.sequence:
+            log.info(
+                "a routing table is in force sequence=%d groups=%d streams_cut=%d",
+                ack.sequence, len(routes.groups), ack.streams_cut,
+            )  # fmt: skip
+        return ack, ()
 
     async def _hand_out_listener(
         self, _peer: RpcPeer, _raw: msgspec.Raw, fds: list[int]

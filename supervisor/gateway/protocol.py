@@ -109,7 +109,7 @@ class Routes(msgspec.Struct, frozen=True):
 
 
 class RoutesAck(msgspec.Struct, frozen=True):
-    """The table is in force."""
+    """The table of this sequence is in force: a newer one than what was sent, if there was one."""
 
     sequence: int
     streams_cut: int

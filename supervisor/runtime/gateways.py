@@ -51,20 +51,27 @@ def listen_tcp(host: str, port: int) -> socket.socket:
     """A bound, listening TCP socket.
 
     Raises:
-        ConfigurationError: the address is taken or not ours.
+        ConfigurationError: the address is taken or not ours, or no descriptor is left.
     """
+    try:
+        return _listening(host, port)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            hint="stop what uses the port (ss -ltnp shows it), or change the address",
+        ) from error
+
+
+def _listening(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         sock.listen(_BACKLOG)
-    except OSError as error:
+    except OSError:
         sock.close()
-        raise ConfigurationError(
-            f"cannot listen on {host}:{port}: {error.strerror}",
-            hint="stop what uses the port (ss -ltnp shows it), or change the address",
-        ) from error
+        raise
     return sock
 
 
@@ -186,6 +193,7 @@ class GatewayFleet:
         self._routes = routes
         # Behind every table of a former supervisor of this boot, also those that nobody has read.
         self._sequence = services.clock.monotonic_ns()
+        self._is_behind = False  # a worker has ignored the last table for a newer one
         self._on_worker_death = on_worker_death
         self._known_instances: dict[str, str] = {}
         self._in_force: list[GroupRoute] = []
@@ -216,7 +224,7 @@ class GatewayFleet:
         host, port = self.listener.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def open(self, may_wait: bool = False) -> None:
+    def open(self, *, may_wait: bool = False) -> None:
         """Everything found is adopted: workers may be started from now on.
 
         Binds the listening socket, unless one was taken over from a living worker. With
@@ -292,7 +300,7 @@ class GatewayFleet:
         await worker.join(timeout_s=timeout_s)
         try:
             listener = await worker.listener()
-        except UnderstudyError:
+        except (UnderstudyError, OSError):
             worker.disconnect()  # all of it or nothing: it is joined again
             raise
         if self.listener is not None and listener.getsockname() != self.listener.getsockname():
@@ -300,6 +308,8 @@ class GatewayFleet:
             worker.disconnect()
             raise StartFailedError(f"{worker.name} listens elsewhere")
         self.take_listener(listener)
+        if worker.status is not None:  # the clock may have been another one: go above all the same
+            self._sequence = max(self._sequence, worker.status.sequence)
         self._known_instances[worker.name] = worker.instance
 
     async def _rejoin(self, worker: GatewayUnit) -> None:
@@ -343,13 +353,21 @@ class GatewayFleet:
 
         Workers that do not confirm in time are left behind: they get the table once they read.
         """
+        table, cut = await self._push_all(timeout_s)
+        if self._sequence > table.sequence and self._is_behind:
+            _, more = await self._push_all(timeout_s)  # above what a worker had, which counts
+            cut += more
+        return cut
+
+    async def _push_all(self, timeout_s: float) -> tuple[Routes, int]:
         self._sequence += 1
+        self._is_behind = False
         self._in_force = self._routes()
         table = Routes(self._sequence, self._in_force)
         answers = await asyncio.gather(
             *(self._push_one(w, table, timeout_s) for w in self.workers if w.client is not None)
         )
-        return sum(answers)
+        return table, sum(answers)
 
     async def _push_one(self, worker: GatewayUnit, table: Routes, timeout_s: float) -> int:
         try:
@@ -357,7 +375,11 @@ class GatewayFleet:
         except UnderstudyError as error:
             worker.emit("route_unconfirmed", f"{worker.name} did not confirm the routes: {error}")
             return 0
-        return msgspec.json.decode(raw, type=RoutesAck).streams_cut
+        ack = msgspec.json.decode(raw, type=RoutesAck)
+        if ack.sequence != table.sequence:
+            worker.emit("route_unconfirmed", f"{worker.name} has newer routes than these in force")
+            self._sequence, self._is_behind = max(self._sequence, ack.sequence), True
+        return ack.streams_cut
 
     async def first_ready(self, *, timeout_s: float) -> bool:
         """Wait until one worker answers."""

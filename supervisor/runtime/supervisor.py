@@ -70,7 +70,7 @@ class SupervisorRuntime:
         self.operations = OperationLog(services.clock)
         self.stop_requested = asyncio.Event()
         self.is_ready = False
-        self._is_in_charge = False  # we have looked at what was there, and hold the port
+        self._is_in_charge = False  # we have looked at what was there
         self.admin_address = ""
         self.admin_trouble = ""  # why it cannot be reached over TCP
         topology = services.topology
@@ -138,7 +138,7 @@ class SupervisorRuntime:
             log.info("adopted %d, ended %d processes", len(found.adopted), len(found.ended))
         must_serve = not (found.adopted or self.services.is_paused)
         await self._reserve_epochs()
-        self.fleet.open(not must_serve)
+        self.fleet.open(may_wait=not must_serve)
         self._is_in_charge = True
         self._janitor = asyncio.get_running_loop().create_task(self._keep_house())
         self.fleet.reconcile()
@@ -171,7 +171,12 @@ class SupervisorRuntime:
         self._saved = msgspec.structs.replace(self._saved, epochs=self._epochs())
         self._journal.save(self._saved)
         if any(g.primary is None for g in self.groups):
-            await asyncio.to_thread(self._journal.flush, timeout_s=_RESERVE_S)
+            is_on_disk = await asyncio.to_thread(self._journal.flush, timeout_s=_RESERVE_S)
+            if not is_on_disk:
+                log.warning(
+                    "the disk has not taken the epochs in time: after a crash from here on, one "
+                    "that nobody alive knows may be given out again"
+                )
 
     def _has_unkillable(self) -> bool:
         """Whether only the operator's word helps, which needs a supervisor that hears it."""

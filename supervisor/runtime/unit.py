@@ -261,7 +261,10 @@ class Unit:
             ProcessNotReadableError: no descriptor is left.
         """
         self.instance = instance
-        self._own(self.handle or self.services.machine.adopt(process, self.marker()))
+        handle = self.handle
+        if handle is None or handle.process != process:
+            handle = self.services.machine.adopt(process, self.marker())
+        self._own(handle)
 
     def _own(self, handle: Handle) -> None:
         self.handle = handle

@@ -210,7 +210,7 @@ def test_a_start_that_fails_before_it_is_in_charge_ends_nobody(
     play(story)
 
 
-def _refuse(_: object, *__: object) -> None:
+def _refuse(*_: object, **__: object) -> None:
     raise MachineRefusedError("supervisor", "no")
 
 
@@ -228,3 +228,34 @@ def test_the_wall_clock_decides_nothing(seed: int) -> None:
 
     assert told(86400.0) == told(0.0)
     assert told(-9e8) == told(0.0)
+
+
+def _count_far_ahead(stage: Stage) -> None:
+    """The workers have a table in force of a supervisor whose clock was ahead by years."""
+    for proc in stage.world.living("gateway-0"):
+        assert isinstance(proc, FakeGateway)
+        proc.table = replace_struct(proc.table, sequence=1 << 60)
+
+
+@pytest.mark.parametrize("is_seen_at_join", [True, False])
+def test_routes_go_above_what_a_worker_has_whoever_counted(is_seen_at_join: bool) -> None:
+    async def story(stage: Stage) -> None:
+        _count_far_ahead(stage)
+        if is_seen_at_join:
+            await stage.crash_supervisor()
+            await stage.whole()
+        proc = stage.engine(stage.group.primary.name)
+        proc.is_blemished = "kill"
+        proc.kill()
+        await stage.until(
+            lambda: stage.group.primary and stage.group.primary.instance != proc.instance,
+            "a failover", within_s=3,
+        )  # fmt: skip
+        worker = stage.world.find("gateway-0")
+        assert isinstance(worker, FakeGateway)
+        await stage.until(lambda: worker.route("chat") == stage.group.route(), "its route",
+                          within_s=0.5)  # fmt: skip
+        assert ("route_unconfirmed" in stage.kinds()) is not is_seen_at_join
+        await stage.whole()
+
+    play(story)
