@@ -1,7 +1,6 @@
 """`run`: wiring only. Makes the parts, connects them, waits for a reason to stop, stops them."""
 
 import asyncio
-import contextlib
 import gc
 import signal
 import socket
@@ -113,6 +112,7 @@ async def _main(topology: Topology, paths: StatePaths, disk: Disk, observer: Run
         await runtime.shut_down()
         if late is not None:
             late.cancel()
+            await asyncio.gather(late, return_exceptions=True)
         await admin.stop()
         told.cancel()
         watcher.close()
@@ -139,13 +139,19 @@ def _admin_listener(topology: Topology, runtime: SupervisorRuntime) -> socket.so
 
 
 async def _listen_later(topology: Topology, runtime: SupervisorRuntime, admin: AdminServer) -> None:
-    """Try again until the port is free."""
-    listener = None
-    while listener is None:
+    """Try again until the port is free, and we have a descriptor for it."""
+    where = topology.admin.listen
+    while True:
         await asyncio.sleep(_PORT_RETRY_S)
-        with contextlib.suppress(ConfigurationError):  # said already, in `admin_trouble`
-            listener = _admin_listener(topology, runtime)
-    await admin.listen(listener)
+        try:
+            listener = listen_tcp(where.host, where.port)
+            address = _address(listener)
+            await admin.listen(listener)
+        except (ConfigurationError, OSError) as error:
+            runtime.admin_trouble = str(error)
+            continue
+        runtime.admin_address, runtime.admin_trouble = address, ""
+        return
 
 
 async def _tell(events: EventLog, observer: RunObserver) -> None:

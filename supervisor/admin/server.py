@@ -107,9 +107,17 @@ class AdminServer:
             raise
 
     async def listen(self, sock: socket.socket) -> None:
-        """Answer on a TCP socket that could not be bound before `start`."""
+        """Answer on a TCP socket that could not be bound before `start`.
+
+        Raises:
+            OSError: it cannot be served now; it is closed, and another may be tried.
+        """
+        try:
+            await self._serve(sock, is_local=False)
+        except BaseException:
+            sock.close()
+            raise
         self._listen_sock = sock
-        await self._serve(sock, is_local=False)
 
     async def stop(self) -> None:
         """Take nothing new, let what is under way finish for 2 s, and leave. Idempotent."""
