@@ -86,11 +86,18 @@ class AlreadyRunningError(SupervisorError):
 
 
 class StartFailedError(SupervisorError):
-    """A process that the topology needs did not come up; everything started was stopped again."""
+    """A process that the topology needs did not come up; everything started was stopped again.
+
+    `cause` is the stable code that the process itself gave for its end, where it gave one.
+    """
 
     code = "start_failed"
     exit_code = 1
     http_status = 500
+
+    def __init__(self, message: str, *, hint: str = "", cause: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.cause = cause
 
 
 class MachineRefusedError(StartFailedError):

@@ -32,7 +32,7 @@ from supervisor.errors import DeadlineExceededError, StartFailedError, Understud
 from supervisor.gateway.protocol import RouteTarget
 from supervisor.process import ProcessId, open_log
 from supervisor.runtime.services import Services
-from supervisor.runtime.unit import Unit
+from supervisor.runtime.unit import Unit, code_of
 from supervisor.runtime.zygote import ZygoteUnit
 from supervisor.topology.schema import Engine, EngineRole, Group
 
@@ -240,7 +240,9 @@ class EngineUnit(Unit):
         if state == "failed":
             error = self.status.error if self.status is not None else ""
             raise StartFailedError(
-                f"{self.name} could not start: {error}", hint=f"see {self.log_path}"
+                f"{self.name} could not start: {error}",
+                hint=f"see {self.log_path}",
+                cause=code_of(error),
             )
 
     # -------------------------------------------------------------------- roles

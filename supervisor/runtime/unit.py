@@ -44,7 +44,7 @@ from supervisor.process import (
 from supervisor.runtime.machine import ControlClient, ExitWatch, Handle, OnEvent
 from supervisor.runtime.services import Services, child_environment, python_module
 
-__all__ = ["Unit", "log_tail"]
+__all__ = ["Unit", "code_of", "log_tail"]
 
 log = logging.getLogger(__name__)
 
@@ -55,23 +55,31 @@ _TAIL_BYTES: Final = 4096
 _MAX_SPEC_BYTES: Final = 32 << 10  # half of what a pipe takes without a reader
 _FAR_S: Final = 3600.0  # a deadline that another one comes before
 _START_FDS: Final = 12  # pipe, log, pidfd, two probes, control socket, progress page
-_NO_DESCRIPTOR: Final = f"{DescriptorLimitError.code}: "
+_ERROR: Final = "error: "
 _FORK_FAILED: Final = "fork_failed"
 
 
-def log_tail(path: Path, *, lines: int = 3) -> str:
+def log_tail(path: Path, *, since_bytes: int = 0, lines: int = 3) -> str:
     """What a process said last, for an error message; empty when there is no log.
 
-    Our own processes end with one line `error: CODE: SENTENCE`: then that says it all.
+    Our own processes end with one line `error: CODE: SENTENCE`: then that says it all. What lies
+    before `since_bytes` was said by others.
     """
     with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        size_bytes = path.stat().st_size
+        begin_bytes = since_bytes if since_bytes <= size_bytes else 0  # somebody has emptied it
+        file.seek(max(begin_bytes, size_bytes - _TAIL_BYTES))
         text = file.read().decode("utf-8", "replace")
-        found = [line.strip() for line in text.splitlines() if line.strip()][-lines:]
-        if found and found[-1].startswith("error: "):
-            return found[-1].removeprefix("error: ")
-        return " | ".join(found)
+        found = [line.strip() for line in text.splitlines() if line.strip()]
+        errors = [line for line in found if line.startswith(_ERROR)]
+        return errors[-1].removeprefix(_ERROR) if errors else " | ".join(found[-lines:])
     return ""
+
+
+def code_of(last_words: str) -> str:
+    """The stable code in `[error: ]CODE: SENTENCE`; empty when that is not what was said."""
+    code, colon, _ = last_words.removeprefix(_ERROR).partition(": ")
+    return code if colon and code.replace("_", "").isalnum() else ""
 
 
 class Unit:
@@ -107,6 +115,7 @@ class Unit:
         self.last_alive_ns: int | None = None  # the last look before the death was seen
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_change = on_change
+        self._log_begin_bytes = 0  # where the log of the current instance begins
         self._watch: ExitWatch | None = None
         self._stop_changed = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
@@ -164,7 +173,13 @@ class Unit:
         self.died = asyncio.get_running_loop().create_future()
         self.started_s = self.services.clock.monotonic()
         self.started_ns = self._now_ns()
+        self._log_begin_bytes = self._log_bytes()
         return self.instance
+
+    def _log_bytes(self) -> int:
+        with contextlib.suppress(OSError):  # there is none yet
+            return self.log_path.stat().st_size
+        return 0
 
     def _now_ns(self) -> int:
         return self.services.clock.monotonic_ns()
@@ -232,7 +247,7 @@ class Unit:
             raise self.refused(error.message) from error
         except StartFailedError as error:
             # The process says itself that somebody, it or the cache daemon, has no descriptor left.
-            if _NO_DESCRIPTOR not in error.message:
+            if error.cause != DescriptorLimitError.code:
                 raise
             raise self.refused(error.message) from error
         self.record = self.record.started()
@@ -327,10 +342,11 @@ class Unit:
 
     def start_failure(self) -> StartFailedError:
         """The error that says how the instance died while starting."""
-        tail = log_tail(self.log_path)
+        tail = log_tail(self.log_path, since_bytes=self._log_begin_bytes)
         return StartFailedError(
             f"{self.name} died while starting" + (f": {tail}" if tail else ""),
             hint=f"see {self.log_path}",
+            cause=code_of(tail),
         )
 
     # ------------------------------------------------------------------- death
