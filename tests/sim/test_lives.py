@@ -1,6 +1,7 @@
 """Stories about the lives of processes, and about supervisors that follow one another quickly."""
 
 import asyncio
+import logging
 import re
 from dataclasses import replace
 from typing import Final
@@ -259,3 +260,25 @@ def test_routes_go_above_what_a_worker_has_whoever_counted(is_seen_at_join: bool
         await stage.whole()
 
     play(story)
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_epochs_that_no_disk_has_taken_are_told(
+    is_full: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(stage: Stage) -> None:
+        await asyncio.sleep(1.5)
+        stage.keeper.life.kill()
+        stage.keeper.disk.is_full = is_full
+        for proc in stage.world.living():
+            proc.is_blemished = "kill"
+            proc.kill()
+        logging.getLogger("supervisor.runtime.supervisor").addHandler(caplog.handler)
+        await asyncio.sleep(1)
+        await stage.whole()
+
+    try:
+        play(story)
+    finally:
+        logging.getLogger("supervisor.runtime.supervisor").removeHandler(caplog.handler)
+    assert any("has not taken the epochs" in m for m in caplog.messages) is is_full

@@ -65,7 +65,9 @@ def test_a_log_that_was_emptied_meanwhile_is_read_from_its_start(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("words", "code"), [
-    ("descriptor_limit: no", "descriptor_limit"), ("error: descriptor_limit: x", "descriptor_limit"), ("Traceback | at line 3: x", ""), ("", ""),
+    ("descriptor_limit: no", "descriptor_limit"),
+    ("error: descriptor_limit: x", "descriptor_limit"),
+    ("Traceback | at line 3: x", ""), ("", ""),
     ("killed", ""),
 ])  # fmt: skip
 def test_only_a_code_is_a_code(words: str, code: str) -> None:
