@@ -6,7 +6,7 @@ import time
 from typing import IO
 
 
-def read_line(stream: IO[str], *, timeout_s: float) -> str:
+def read_line(stream: IO[str] | IO[bytes], *, timeout_s: float) -> str:
     """The next line, past the buffer of the stream: nobody else may have read from it."""
     deadline = time.monotonic() + timeout_s
     line = b""

@@ -45,6 +45,7 @@ from cache.slots import SlotTable
 from cache.wire import Connection, Event, Request, close_all, encode_frame
 from tests.harness.cache_daemon import ROOT, DaemonProcess, open_fds, wait_until
 from tests.harness.checkpoints import make_checkpoint, spec_for
+from tests.harness.lines import read_line
 
 GEOMETRY = KvGeometry(2, 4, 2, 64, 16, "float32")
 
@@ -245,7 +246,7 @@ class Reader:
 
     def _line(self) -> str:
         assert self.process.stdout is not None
-        return self.process.stdout.readline()
+        return read_line(self.process.stdout, timeout_s=30)
 
     def tell(self, word: str) -> None:
         assert self.process.stdin is not None
@@ -253,7 +254,7 @@ class Reader:
 
     def ask(self, word: str) -> str:
         self.tell(word)
-        return self._line().strip()
+        return self._line()
 
     def end(self) -> None:
         self.process.kill()

@@ -17,6 +17,7 @@ import pytest
 
 from supervisor.process.identity import read_process_id, state_id_of
 from supervisor.topology.machine import is_alive
+from tests.harness.lines import read_line
 from tests.unit.cli.fake_admin import OPERATION, FakeAdmin, fake_admin
 from tests.unit.topology.site import Site, build_site
 
@@ -318,14 +319,17 @@ def test_logs_follow_what_is_added(site: Site) -> None:
         command, cwd=ROOT, env=environment(site), stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"one\n"
-        with path.open("a") as stream:
-            stream.write("two\n")
-        assert process.stdout.readline() == b"two\n"
-        path.write_text("new\n")  # cut by log rotation, and shorter than before
-        assert process.stdout.readline() == b"new\n"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        try:
+            assert read_line(process.stdout, timeout_s=20) == "one"
+            with path.open("a") as stream:
+                stream.write("two\n")
+            assert read_line(process.stdout, timeout_s=20) == "two"
+            path.write_text("new\n")  # cut by log rotation, and shorter than before
+            assert read_line(process.stdout, timeout_s=20) == "new"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
 
 
 # --- finding the supervisor, and stopping it ---------------------------------------------------

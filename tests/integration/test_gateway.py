@@ -36,6 +36,7 @@ from supervisor.gateway.protocol import (
     RoutesAck,
     RouteTarget,
 )
+from tests.harness.lines import read_line
 from tests.unit.gateway.scripted import (
     PROMPT_IDS,
     Line,
@@ -454,7 +455,7 @@ async def test_an_engine_process_killed_in_mid_stream_costs_no_text(gateway: Gat
     gateway.stack.callback(a.kill)
     assert a.stdout is not None
     with a, a.stdout:
-        assert a.stdout.readline() == b"ready\n"
+        assert await asyncio.to_thread(read_line, a.stdout, timeout_s=20) == "ready"
         b = await gateway.engine("b")
         await gateway.route(a_path, 1)
         async with gateway.client() as client:
@@ -688,7 +689,7 @@ async def test_a_slow_reader_costs_bounded_memory_and_is_cut_off_in_the_end(
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
         % (len(body), body)
     )
-    await reader.readline()
+    await asyncio.wait_for(reader.readline(), 10)
     await gateway.until(lambda status: status.groups[1].cancelled == 1)
     assert worker.memory_info().rss - before_bytes < 8 << 20
     assert (await gateway.counters()).tokens < 30_000
