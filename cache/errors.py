@@ -125,6 +125,7 @@ class DeadlineExceededError(UnderstudyError):
     """A wait reached its deadline."""
 
     code = "deadline"
+    http_status = 504
 
     def __init__(self, what: str, *, timeout_s: float) -> None:
         super().__init__(f"{what} did not happen within {timeout_s:g} s")

@@ -25,8 +25,8 @@ _ORDER_S: Final = 30.0
 _ANSWER_S: Final = _ORDER_S + 5.0
 """The order's own deadline ends the wait for its answer; a busy machine notices it later."""
 
-_ANSWERS: Final = frozenset({200, 409, 412, 503})
-"""What an order to promote may be answered: done, or refused with a reason."""
+_ANSWERS: Final = frozenset({200, 409, 412, 503, 504})
+"""What an order to promote may be answered: done, refused with a reason, or given up in time."""
 
 
 class KillPromotingFault(FaultModel):
