@@ -137,6 +137,9 @@ async def _settle_roles(group: "GroupRuntime", outcome: Adoption) -> None:
         engine.apply(StateEvent.ADOPTED)
         if is_fit and engine.is_alive and (engine not in primaries[:-1]):
             _confirm(engine)
+        elif _is_frozen_by_order(engine):
+            engine.apply(StateEvent.BATCH_CONFIRMED)
+            engine.apply(StateEvent.FROZEN)
         else:
             engine.apply(StateEvent.CONDEMNED)  # the group fences it once it is open
             outcome.ended.append(engine.instance)
@@ -195,6 +198,20 @@ async def _is_fit(group: "GroupRuntime", engine: "EngineUnit") -> bool:
     if is_right is None:  # it may be busy; progress will judge it
         return status is not None and status.role == "primary"
     return is_right
+
+
+def _is_frozen_by_order(engine: "EngineUnit") -> bool:
+    """Whether it cannot be asked because the operator has frozen it, and it may not be woken now.
+
+    It is connected to, and says its epoch, when it is thawed.
+    """
+    return (
+        engine.services.is_paused
+        and engine.is_held
+        and engine.former_state == EngineState.FROZEN
+        and engine.is_alive
+        and engine.is_stopped_by_signal
+    )
 
 
 def _confirm(engine: "EngineUnit") -> None:

@@ -194,6 +194,13 @@ class EngineUnit(Unit):
             self.disconnect()  # all of it or nothing: without progress nobody would see it hang
             raise
 
+    async def rejoin(self, *, timeout_s: float) -> None:
+        """Connect to an instance that did not answer before; what it says of its epoch counts."""
+        await self.join(timeout_s=timeout_s)
+        if self.status is not None and self.state is EngineState.BATCH:
+            self.role_epoch = self.status.epoch
+        self.note_joined()
+
     async def _map_progress(self) -> None:
         _, fds = await self.call_with_fds("progress.open", timeout_s=5.0)
         try:

@@ -299,6 +299,10 @@ class Unit:
     async def rejoin(self, *, timeout_s: float) -> None:
         """Connect to an instance that did not answer in time before."""
         await self.join(timeout_s=timeout_s)
+        self.note_joined()
+
+    def note_joined(self) -> None:
+        """Say that it answers after all."""
         self.emit("joined", f"{self.name} answers now", pid=self.pid, instance=self.instance)
         self._on_change()
 

@@ -282,3 +282,37 @@ def test_epochs_that_no_disk_has_taken_are_told(
     finally:
         logging.getLogger("supervisor.runtime.supervisor").removeHandler(caplog.handler)
     assert any("has not taken the epochs" in m for m in caplog.messages) is is_full
+
+
+def test_what_was_frozen_by_order_outlives_a_crash_of_a_paused_supervisor() -> None:
+    async def story(stage: Stage) -> None:
+        await stage.whole()
+        for name in ("a", "batch"):  # so that the epoch of its role is not the first
+            stage.engine(name).is_blemished = "kill"
+            stage.engine(name).kill()
+            await asyncio.sleep(5)
+        await stage.until(lambda: stage.group.engine("batch").state == "batch", "the batch engine",
+                          within_s=20)  # fmt: skip
+        await stage.order(stage.keeper.life.controller.freeze("batch"))
+        frozen = stage.engine("batch")
+        await stage.keeper.life.controller.pause()
+        await stage.crash_supervisor()
+        await asyncio.sleep(10)
+        await stage.keeper.life.controller.unpause()
+        await asyncio.sleep(20)
+        unit = stage.group.engine("batch")
+        assert (unit.instance, unit.state) == (frozen.instance, "frozen")
+        assert frozen.state is ProcState.STOPPED
+        await stage.order(stage.keeper.life.controller.thaw("batch"))
+        worker = stage.world.find("gateway-0")
+        assert isinstance(worker, FakeGateway)
+        await stage.until(lambda: unit.status, "its answer", within_s=3)
+        assert unit.status.role == "batch"
+        assert unit.status.epoch > 0
+        await stage.until(lambda: worker.routes_to(frozen.instance, unit.status.epoch),
+                          "its route", within_s=3)  # fmt: skip
+        await asyncio.sleep(20)
+        assert (unit.instance, unit.state) == (frozen.instance, "batch")
+        await stage.whole()
+
+    play(story, shape=Shape())
