@@ -221,7 +221,7 @@ def test_a_start_that_was_under_way_is_not_given_up_for_our_own_absence() -> Non
 # ----------------------------------------------------------- a machine that refuses
 
 
-@pytest.mark.parametrize("unit", ["zygote-chat", "cache-chat", "gateway-0"])
+@pytest.mark.parametrize("unit", ["zygote-chat", "cache-chat"])
 def test_a_machine_that_refuses_to_start_a_helper_is_asked_again_with_pauses(unit: str) -> None:
     async def story(stage: Stage) -> None:
         machine, attempts = stage.keeper.life.machine, 0
@@ -314,5 +314,25 @@ def test_a_supervisor_that_waits_for_descriptors_can_be_stopped() -> None:
         life.runtime.stop_requested.set()
         await stage.until(life.task.done, "the stop", within_s=10)
         stage.world.has_descriptors = True
+
+    play(story)
+
+
+@pytest.mark.parametrize("unit", ["zygote-chat", "cache-chat"])
+def test_who_could_not_be_asked_for_want_of_a_descriptor_is_kept(unit: str) -> None:
+    """It was slow when it was to be adopted; then we have nothing left to ask it with."""
+
+    async def story(stage: Stage) -> None:
+        await asyncio.sleep(1.5)
+        proc, before = stage.engine(unit), stage.keeper.life
+        before.kill()
+        proc.slow_s = 3.0
+        await stage.until(lambda: "not_adopted" in stage.kinds(), "an adoption that fails",
+                          within_s=20)  # fmt: skip
+        stage.world.has_descriptors, proc.slow_s = False, 0.0
+        await asyncio.sleep(15)
+        stage.world.has_descriptors = True
+        await stage.whole()
+        assert stage.engine(unit) is proc
 
     play(story)
