@@ -327,6 +327,7 @@ class Engine:
             )
         )
         if resume is not None:
+            stream.prompt_ids = resume.prompt_ids or []
             stream.token_ids = list(resume.token_ids)
             stream.chars = resume.chars
         return stream
@@ -348,6 +349,7 @@ class Stream:
         self.body = body
         self.seed = seed
         self.accepted: Accepted | None = None
+        self.prompt_ids: list[int] = []
         self.token_ids: list[int] = []
         self.text = ""
         self.chars = 0
@@ -375,6 +377,7 @@ class Stream:
         match frame:
             case Accepted():
                 self.accepted = frame
+                self.prompt_ids = frame.prompt_ids or self.prompt_ids
             case Delta():
                 assert frame.index == len(self.token_ids)
                 self.token_ids += frame.token_ids
@@ -401,9 +404,11 @@ class Stream:
         """Close without `Cancel`, as a gateway does that cuts a route."""
         self._sock.close()
 
-    def as_resume(self) -> Resume:
+    def as_resume(self, *, with_prompt: bool = True) -> Resume:
         assert self.accepted is not None
-        return Resume(self.accepted.prompt_ids, self.token_ids, self.chars)
+        if with_prompt:
+            return Resume(self.prompt_ids, self.token_ids, self.chars)
+        return Resume(None, self.token_ids, self.chars, prompt_tokens=len(self.prompt_ids))
 
     @property
     def finish_reason(self) -> str:

@@ -162,7 +162,7 @@ async def test_streams_survive_a_kill_by_adoption_and_by_replay(pair: Pair) -> N
                 made[number],
                 seed=1000 + number,
                 request_id=None if by_replay else stream.request_id,
-                resume=stream.as_resume(),
+                resume=stream.as_resume(with_prompt=by_replay),
             )
             await again.finish()
             assert again.accepted is not None
@@ -196,11 +196,14 @@ async def test_a_stream_cut_again_and_again_stays_the_same(pair: Pair) -> None:
         if stream.end is None:
             stream.close()
             text += stream.text
-            stream = await engine.open(
-                body, seed=77, request_id=stream.request_id, resume=stream.as_resume()
+            prompt_ids, resume = (
+                stream.prompt_ids,
+                stream.as_resume(with_prompt=chosen.random() < 0.5),
             )
+            stream = await engine.open(body, seed=77, request_id=stream.request_id, resume=resume)
             await stream.next()
             assert stream.accepted is not None
+            stream.prompt_ids = prompt_ids
     text += stream.text
 
     assert outcome(stream, text) == outcome(whole)
