@@ -46,6 +46,7 @@ from cache.wire import Connection, Event, Request, close_all, encode_frame
 from tests.harness.cache_daemon import ROOT, DaemonProcess, open_fds, wait_until
 from tests.harness.checkpoints import make_checkpoint, spec_for
 from tests.harness.lines import read_line
+from tests.integration.engines_support import settled_numbers
 
 GEOMETRY = KvGeometry(2, 4, 2, 64, 16, "float32")
 
@@ -587,7 +588,7 @@ def test_a_daemon_out_of_descriptors_refuses_and_recovers(
     daemon.serve(spec)
     wait_until(lambda: daemon.peers() == 0 and not daemon.loader_pid(), "the loader has left")
     # The limit is on numbers, not on how many: leave one free number, for accept.
-    taken = {int(path.name) for path in Path(f"/proc/{daemon.pid}/fd").iterdir()}
+    taken = settled_numbers(daemon.pid)  # what closes behind this look would be free as well
     free = (number for number in itertools.count() if number not in taken)
     next(free)
     resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (next(free), 1024))
