@@ -24,8 +24,8 @@ FIRST_BACKOFF_S: Final = 0.25
 
 SERVED_PAUSE_S: Final = 0.15
 """Behind the death of one that served: first its streams go on elsewhere, then it starts again.
-A start takes a CPU for some 100 ms, which the successor needs for its first tokens. On two cores
-the p99 from kill to next token fell from 182 to 63 ms (docs/benchmarks/takeover.md)."""
+A start takes a CPU for some 100 ms, which the successor needs for its first tokens where there are
+few (docs/benchmarks/takeover.md: two cores, p99 45 ms from kill to next token)."""
 
 FREE_SERVED_DEATHS: Final = 3
 """Young deaths in a row of one that had served, before there are pauses."""
