@@ -34,7 +34,8 @@ TARGETS: Final = {
 TEXT: Final = """\
 Each row is one kind of fault, fifty times, while streams arrive at a fixed rate whatever happens
 (three a second, 40 to 160 tokens, half greedy and half at temperature 1). A sample of "next token"
-is one client's stream: from the signal to the first token behind its longest pause. "Whole again"
+is one client's stream: from the signal to the first token behind the pause that it tore (the
+longest that begins within 50 ms; what was in flight still arrives). "Whole again"
 is seen in a status that is asked for every 100 ms: nothing is missing that the topology names.
 Engines carry 1 GiB of ballast. Clients, gateway, engines and the watchers share the cores named
 above, so these are upper bounds. Every text was equal to that of an undisturbed run, and every

@@ -2,12 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from chaos.guarantees import next_fault_ns, next_token_ms, whole_after_s
 from chaos.history import Command, Fault, History, Stream
 from chaos.judge import Spread
 
 __all__ = ["LatencyRow", "latency_rows"]
+
+
+_IN_FLIGHT_NS: Final = 50_000_000
+"""What was under way at a fault arrives within this time; a gap that begins later is that of the
+new engine, which starts on the same cores. The checkers judge it as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,9 @@ def _by_label(history: History) -> dict[str, list[Fault]]:
 
 def _felt(history: History, fault: Fault) -> Iterator[float]:
     for stream in history.all(Stream):
-        took_ms = next_token_ms(stream, fault.at_ns, next_fault_ns(history, fault))
+        took_ms = next_token_ms(
+            stream, fault.at_ns, next_fault_ns(history, fault), begins_within_ns=_IN_FLIGHT_NS
+        )
         if took_ms is not None and not stream.error:
             yield took_ms
 

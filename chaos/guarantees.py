@@ -233,8 +233,14 @@ def _difference(text: str, wanted: str) -> str:
     )
 
 
-def next_token_ms(stream: Stream, at_ns: int, next_fault_ns: int | None = None) -> float | None:
-    """From a fault to the first token behind the longest gap around it; None: nothing was due.
+def next_token_ms(
+    stream: Stream,
+    at_ns: int,
+    next_fault_ns: int | None = None,
+    *,
+    begins_within_ns: int = _UNDER_WAY_NS,
+) -> float | None:
+    """From a fault to the first token behind the longest gap that begins at it; None: nothing due.
 
     A stream that has got nothing yet may be waiting for a slot, fault or no fault: not counted. A
     pause that began behind this fault and was struck by the next one is the next one's.
@@ -246,7 +252,7 @@ def next_token_ms(stream: Stream, at_ns: int, next_fault_ns: int | None = None) 
         (after - before, after)
         for before, after in itertools.pairwise(arrivals)
         if after > at_ns
-        and before <= at_ns + _UNDER_WAY_NS
+        and before <= at_ns + begins_within_ns
         and not (next_fault_ns is not None and at_ns < before <= next_fault_ns < after)
     ]
     return (max(gaps)[1] - at_ns) / 1e6 if gaps else None

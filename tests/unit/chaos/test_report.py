@@ -87,3 +87,10 @@ def test_the_page_stands_alone_and_says_what_was_wrong(tmp_path: Path) -> None:
     assert summary["judged"]
     assert not summary["passed"]
     assert summary["latency_ms"][0]["spread"]["count"] == 1
+
+
+def test_a_pause_that_begins_later_is_not_the_one_that_the_fault_tore() -> None:
+    arrivals = [KILL_NS - 5 * MS, KILL_NS + 30 * MS, KILL_NS + 160 * MS, KILL_NS + 300 * MS]
+    one = stream("x", 4 * S, arrivals)
+    assert next_token_ms(one, KILL_NS) == 300.0, "a checker judges every pause near it"
+    assert next_token_ms(one, KILL_NS, begins_within_ns=20 * MS) == 30.0
