@@ -114,9 +114,9 @@ class SlotModel:
         return bool(getattr(self._model.config, "num_experts", 0))
 
     @property
-    def _layers_are_alike(self) -> bool:
-        """Whether one layer uses all the kernels that the others do."""
-        return len({type(layer.mlp) for layer in self._model.model.layers}) == 1
+    def _sample_layers(self) -> int | None:
+        """How many layers use all the kernels there are: one where all are alike, else all."""
+        return 1 if len({type(layer.mlp) for layer in self._model.model.layers}) == 1 else None
 
     @contextmanager
     def first_layers(self, count: int | None) -> Iterator[None]:
@@ -224,7 +224,7 @@ class SlotModel:
             return self._prefill(kv, attended)
 
         def rehearse() -> None:
-            with self.first_layers(1 if self._layers_are_alike else None):
+            with self.first_layers(self._sample_layers):
                 step()
 
         self._graphs.capture(kind, kv, attended, rehearse=rehearse, step=step)
@@ -234,7 +234,7 @@ class SlotModel:
         """Compute one layer of a decode step with no row active, on a GPU: it loads kernels."""
         if self._graphs is None:
             return
-        with self.first_layers(1 if self._layers_are_alike else None):
+        with self.first_layers(self._sample_layers):
             self.decode(kv, [])
         self.device.synchronize()
 

@@ -117,9 +117,10 @@ def build_skeleton(load: LoadSpec) -> Skeleton:
         )
     model.eval()
     planned: list[str] = []
-    with suppress(UnderstudyError):  # files that cannot be loaded: who attaches will say so
-        plan = plan_of(load, read_checkpoint(Path(path)))
-        planned = [entry.name for entry in plan.manifest.tensors]
+    if load.quantization != "none":
+        with suppress(UnderstudyError):  # files that cannot be loaded: who attaches will say so
+            plan = plan_of(load, read_checkpoint(Path(path)))
+            planned = [entry.name for entry in plan.manifest.tensors]
     make_ready(model, planned)
     return Skeleton(
         load=load,
