@@ -80,11 +80,21 @@ class Stage:
         hung.is_blemished = "hang"
         hung.hang()
         if is_answered:
-            await self.until(
-                lambda: self.group.primary and self.group.primary.instance != hung.instance,
-                "a failover", within_s=3,
-            )  # fmt: skip
+            await self._successor_of(hung)
             await self.whole()
+
+    async def kill_primary(self) -> None:
+        """The primary is killed, and somebody else takes over."""
+        killed = self.engine(self.group.primary.name)
+        killed.is_blemished = "kill"
+        killed.kill()
+        await self._successor_of(killed)
+
+    async def _successor_of(self, old: Proc) -> None:
+        await self.until(
+            lambda: self.group.primary and self.group.primary.instance != old.instance,
+            "a failover", within_s=3,
+        )  # fmt: skip
 
 
 def play(body: Body, *, shape: Shape | None = None, seed: int = 1) -> World:

@@ -245,13 +245,7 @@ def test_routes_go_above_what_a_worker_has_whoever_counted(is_seen_at_join: bool
         if is_seen_at_join:
             await stage.crash_supervisor()
             await stage.whole()
-        proc = stage.engine(stage.group.primary.name)
-        proc.is_blemished = "kill"
-        proc.kill()
-        await stage.until(
-            lambda: stage.group.primary and stage.group.primary.instance != proc.instance,
-            "a failover", within_s=3,
-        )  # fmt: skip
+        await stage.kill_primary()
         worker = stage.world.find("gateway-0")
         assert isinstance(worker, FakeGateway)
         await stage.until(lambda: worker.route("chat") == stage.group.route(), "its route",

@@ -145,13 +145,7 @@ def test_a_dead_primary_is_replaced_while_blocked() -> None:
     async def story(stage: Stage) -> None:
         for _ in range(3):
             await stage.hang_primary(is_answered=True)
-        proc = stage.engine(stage.group.primary.name)
-        proc.is_blemished = "kill"
-        proc.kill()
-        await stage.until(
-            lambda: stage.group.primary and stage.group.primary.instance != proc.instance,
-            "a failover", within_s=3,
-        )  # fmt: skip
+        await stage.kill_primary()
 
     play(story)
 
