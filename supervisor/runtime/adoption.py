@@ -130,7 +130,7 @@ async def _settle_roles(group: "GroupRuntime", outcome: Adoption) -> None:
         await _is_fit(group, serving[-1])
     fit = await asyncio.gather(*(_is_fit(group, e) for e in there))
     # Only now: what the last supervisor left in a connection was read meanwhile.
-    await asyncio.gather(*(_ask_epochs(w) for w in group.fleet.workers if w.client is not None))
+    await asyncio.gather(*(_ask_epochs(w) for w in group.fleet.workers if w.is_connected))
     primaries = _primaries(there)
     reported = [e.status.epoch for e in there if e.is_alive and e.status is not None]
     for engine, is_fit in zip(there, fit, strict=True):
@@ -186,7 +186,7 @@ async def _is_fit(group: "GroupRuntime", engine: "EngineUnit") -> bool:
 
     Its status is read behind that: an order that was given before the canary has its effect now.
     """
-    if not engine.is_alive or engine.client is None or engine.status is None:
+    if not engine.is_alive or not engine.is_connected or engine.status is None:
         return False
     if engine.status.state not in ("ready", "standby", "serving"):
         return False

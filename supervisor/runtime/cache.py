@@ -35,7 +35,8 @@ from engines.contract import Descriptors
 from supervisor.core.restart import RestartPolicy
 from supervisor.errors import DeadlineExceededError, StartFailedError
 from supervisor.process import ProcessId
-from supervisor.runtime.services import Services, python_module
+from supervisor.runtime.launch import python_module
+from supervisor.runtime.services import Services
 from supervisor.runtime.unit import Unit
 
 __all__ = ["CacheUnit", "Held"]
@@ -109,7 +110,7 @@ class CacheUnit(Unit):
     @property
     def needs_start(self) -> bool:
         """Whether `ensure_serving` has something to do; a daemon that is silent is not asked."""
-        is_known = self.client is not None and self.status is not None
+        is_known = self.is_connected and self.status is not None
         return not self.is_alive or (is_known and not self.is_settled)
 
     @property
@@ -186,8 +187,7 @@ class CacheUnit(Unit):
 
     async def _donate(self, held: Held) -> None:
         begun_ns = self.services.clock.monotonic_ns()
-        assert self.client is not None  # noqa: S101 - just joined
-        raw, fds = await self.client.call(
+        raw, fds = await self.call_with_fds(
             "donate",
             Donate(held.manifest, self.load, held.kv),
             fds=[*held.weights, *held.kv_fds],

@@ -57,7 +57,7 @@ class GroupChores:
                 await cache.end(timeout_s=FENCE_S)
             return
         for engine in self._group.engines:
-            if engine.client is not None:
+            if engine.is_connected:
                 engine.in_background(engine.call("cache.rejoin", timeout_s=_ASSUME_S))
 
     async def end_cache(self) -> None:
@@ -71,7 +71,7 @@ class GroupChores:
         cache = self._group.cache
         assert cache is not None  # noqa: S101 - asked for it
         for engine in self._group.engines:
-            if not engine.is_alive or engine.client is None or engine.is_batch:
+            if not engine.is_alive or not engine.is_connected or engine.is_batch:
                 continue
             try:
                 raw, fds = await engine.call_with_fds("descriptors", timeout_s=_DONOR_S)

@@ -31,8 +31,9 @@ from supervisor.core.verdict import ProgressJudge, Sample, Verdict
 from supervisor.errors import DeadlineExceededError, StartFailedError, UnderstudyError
 from supervisor.gateway.protocol import RouteTarget
 from supervisor.process import ProcessId, open_log
+from supervisor.runtime.lastwords import code_of
 from supervisor.runtime.services import Services
-from supervisor.runtime.unit import Unit, code_of
+from supervisor.runtime.unit import Unit
 from supervisor.runtime.zygote import ZygoteUnit
 from supervisor.topology.schema import Engine, EngineRole, Group
 

@@ -365,7 +365,7 @@ class GatewayFleet:
         self._in_force = self._routes()
         table = Routes(self._sequence, self._in_force)
         answers = await asyncio.gather(
-            *(self._push_one(w, table, timeout_s) for w in self.workers if w.client is not None)
+            *(self._push_one(w, table, timeout_s) for w in self.workers if w.is_connected)
         )
         return table, sum(answers)
 
@@ -385,7 +385,7 @@ class GatewayFleet:
         """Wait until one worker answers."""
         deadline = self._services.clock.monotonic() + timeout_s
         while self._services.clock.monotonic() < deadline:
-            if any(w.client is not None for w in self.workers):
+            if any(w.is_connected for w in self.workers):
                 return True
             await asyncio.sleep(0.02)
         return False

@@ -418,7 +418,7 @@ class GroupRuntime:
         """Nobody will resume the streams of that worker: free their slots."""
         self._lost_gateways = [*self._lost_gateways[1 - _LOST_GATEWAYS :], instance]
         for engine in self.engines:
-            if engine.client is not None and engine.state in _SERVES_CLIENTS:
+            if engine.is_connected and engine.state in _SERVES_CLIENTS:
                 self._release_gateway(engine, instance)
 
     def release_lost_gateways(self, engine: EngineUnit) -> None:

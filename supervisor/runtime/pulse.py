@@ -93,7 +93,7 @@ class Pulse:
 
     async def _answers(self) -> bool:
         try:
-            if self._unit.client is None:
+            if not self._unit.is_connected:
                 await self._rejoin()
             else:
                 await self._unit.call(self._verb, timeout_s=BEAT_S)

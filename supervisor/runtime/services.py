@@ -1,11 +1,8 @@
 """What every part of the runtime shares. Made once in `supervisor.daemon`."""
 
-import os
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 from supervisor.core.restart import SERVED_PAUSE_S, RestartPolicy
 from supervisor.observe.events import EventLog
@@ -18,18 +15,7 @@ from supervisor.runtime.paths import StatePaths
 from supervisor.runtime.patience import Patience
 from supervisor.topology.schema import Failover, Topology
 
-__all__ = ["Services", "child_environment", "policy_of", "python_module"]
-
-_SINGLE_THREAD: Final = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""Without these, imports start two to four threads, and a zygote must have exactly one."""
-
-_OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-"""Nothing is ever fetched while a service starts: what the checkpoint lacks is an error."""
+__all__ = ["Services", "policy_of"]
 
 
 @dataclass
@@ -74,20 +60,3 @@ def policy_of(failover: Failover, *, device: str) -> RestartPolicy:
         max_backoff_s=failover.max_backoff,
         max_young_deaths=failover.max_young_deaths,
     )
-
-
-def python_module(module: str, *arguments: str) -> list[str]:
-    """Command line of one of our own modules, with this interpreter."""
-    return [sys.executable, "-u", "-m", module, *arguments]
-
-
-def child_environment(*, with_model: bool) -> dict[str, str]:
-    """Environment of a child: ours, with our packages importable though nothing is installed."""
-    env = dict(os.environ)
-    root = str(Path(__file__).resolve().parents[2])
-    rest = env.get("PYTHONPATH", "")
-    if root not in rest.split(os.pathsep):
-        env["PYTHONPATH"] = f"{root}{os.pathsep}{rest}" if rest else root
-    if with_model:
-        env |= _SINGLE_THREAD | _OFFLINE
-    return env

@@ -98,7 +98,7 @@ def gateway_status(fleet: GatewayFleet, worker: GatewayUnit) -> dict[str, Any]:
     return {
         "name": worker.name,
         "pid": worker.pid,
-        "state": "ready" if worker.client is not None else "starting",
+        "state": "ready" if worker.is_connected else "starting",
         "instance": worker.instance or None,
         "restarts": worker.record.restarts,
         "trouble": worker.trouble or None,

@@ -11,26 +11,17 @@ Invariants
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import msgspec
 
-from cache.errors import DescriptorLimitError
 from cache.rpc import Hello
 from supervisor.core.restart import RestartPolicy, RestartRecord
-from supervisor.errors import (
-    ConnectionClosedError,
-    DeadlineExceededError,
-    MachineRefusedError,
-    RemoteError,
-    StartFailedError,
-    UnderstudyError,
-)
+from supervisor.errors import MachineRefusedError, StartFailedError, UnderstudyError
 from supervisor.process import (
     RESERVE,
     ExitEvidence,
@@ -38,48 +29,19 @@ from supervisor.process import (
     FenceNotProvenError,
     Marker,
     ProcessId,
-    ProcessNotReadableError,
-    SpawnError,
 )
-from supervisor.runtime.machine import ControlClient, ExitWatch, Handle, OnEvent
-from supervisor.runtime.services import Services, child_environment, python_module
+from supervisor.runtime.background import Background
+from supervisor.runtime.control import ControlLine
+from supervisor.runtime.lack import refusal_of
+from supervisor.runtime.lastwords import code_of, log_bytes, log_tail
+from supervisor.runtime.launch import child_environment, python_module, specification
+from supervisor.runtime.machine import ExitWatch, Handle, OnEvent
+from supervisor.runtime.services import Services
 
-__all__ = ["Unit", "code_of", "log_tail"]
+__all__ = ["Unit"]
 
-log = logging.getLogger(__name__)
-
-_CONNECT_RETRY_S: Final = 0.02
-_HELLO_S: Final = 2.0  # servers answer hello within milliseconds once they accept
 _BURIAL_S: Final = 60.0
-_TAIL_BYTES: Final = 4096
-_MAX_SPEC_BYTES: Final = 32 << 10  # half of what a pipe takes without a reader
-_FAR_S: Final = 3600.0  # a deadline that another one comes before
 _START_FDS: Final = 12  # pipe, log, pidfd, two probes, control socket, progress page
-_ERROR: Final = "error: "
-_FORK_FAILED: Final = "fork_failed"
-
-
-def log_tail(path: Path, *, since_bytes: int = 0, lines: int = 3) -> str:
-    """What a process said last, for an error message; empty when there is no log.
-
-    Our own processes end with one line `error: CODE: SENTENCE`: then that says it all. What lies
-    before `since_bytes` was said by others.
-    """
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        size_bytes = path.stat().st_size
-        begin_bytes = since_bytes if since_bytes <= size_bytes else 0  # somebody has emptied it
-        file.seek(max(begin_bytes, size_bytes - _TAIL_BYTES))
-        text = file.read().decode("utf-8", "replace")
-        found = [line.strip() for line in text.splitlines() if line.strip()]
-        errors = [line for line in found if line.startswith(_ERROR)]
-        return errors[-1].removeprefix(_ERROR) if errors else " | ".join(found[-lines:])
-    return ""
-
-
-def code_of(last_words: str) -> str:
-    """The stable code in `[error: ]CODE: SENTENCE`; empty when that is not what was said."""
-    code, colon, _ = last_words.removeprefix(_ERROR).partition(": ")
-    return code if colon and code.replace("_", "").isalnum() else ""
 
 
 class Unit:
@@ -103,7 +65,6 @@ class Unit:
         self.record = RestartRecord()
         self.instance = ""
         self.handle: Handle | None = None
-        self.client: ControlClient | None = None
         self.started_s = 0.0
         self.started_ns = 0
         self.is_lost = False  # its death was seen, or it was given up as unkillable
@@ -118,7 +79,8 @@ class Unit:
         self._log_begin_bytes = 0  # where the log of the current instance begins
         self._watch: ExitWatch | None = None
         self._stop_changed = asyncio.Event()
-        self._background: set[asyncio.Task[Any]] = set()
+        self._line = ControlLine(name, services)
+        self._background = Background(name)
         self._buried: set[str] = set()  # instances that the kernel still tears down
 
     # ------------------------------------------------------------------ facts
@@ -163,6 +125,11 @@ class Unit:
         """Whether its back-off is over."""
         return self.services.clock.monotonic() >= self.record.not_before_s
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the current instance can be asked."""
+        return self._line.is_open
+
     # ------------------------------------------------------------- start, take
 
     def begin(self) -> str:
@@ -172,17 +139,9 @@ class Unit:
         self.is_lost = self.was_refused = self.has_come_up = self.has_served = False
         self.died = asyncio.get_running_loop().create_future()
         self.started_s = self.services.clock.monotonic()
-        self.started_ns = self._now_ns()
-        self._log_begin_bytes = self._log_bytes()
+        self.started_ns = self.services.clock.monotonic_ns()
+        self._log_begin_bytes = log_bytes(self.log_path)
         return self.instance
-
-    def _log_bytes(self) -> int:
-        with contextlib.suppress(OSError):  # there is none yet
-            return self.log_path.stat().st_size
-        return 0
-
-    def _now_ns(self) -> int:
-        return self.services.clock.monotonic_ns()
 
     def marker(self) -> Marker:
         """The claim that the current instance carries in its environment."""
@@ -214,19 +173,9 @@ class Unit:
         Raises:
             SpawnError, OSError: it could not be started at all.
         """
-        data = msgspec.json.encode(spec)
-        if len(data) > _MAX_SPEC_BYTES:
-            raise StartFailedError(f"the specification of {self.name} has {len(data)} bytes")
-        read_fd, write_fd = os.pipe()
-        try:
-            try:
-                os.write(write_fd, data)
-            finally:
-                os.close(write_fd)
-            argv = python_module(module, f"/proc/self/fd/{read_fd}")
-            self.spawn_process(argv, pass_fds=[*pass_fds, read_fd], with_model=with_model)
-        finally:
-            os.close(read_fd)
+        with specification(spec, of=self.name) as spec_fd:
+            argv = python_module(module, f"/proc/self/fd/{spec_fd}")
+            self.spawn_process(argv, pass_fds=[*pass_fds, spec_fd], with_model=with_model)
 
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
@@ -239,17 +188,11 @@ class Unit:
             raise self.refused("no file descriptor is left")
         try:
             yield
-        except (OSError, SpawnError, ProcessNotReadableError, DescriptorLimitError) as error:
-            raise self.refused(str(error)) from error
-        except RemoteError as error:
-            if error.stable_code != _FORK_FAILED:
+        except (OSError, UnderstudyError) as error:
+            why = refusal_of(error)
+            if why is None:
                 raise
-            raise self.refused(error.message) from error
-        except StartFailedError as error:
-            # The process says itself that somebody, it or the cache daemon, has no descriptor left.
-            if error.cause != DescriptorLimitError.code:
-                raise
-            raise self.refused(error.message) from error
+            raise self.refused(why) from error
         self.record = self.record.started()
         self.trouble = ""
         self.has_come_up = True
@@ -322,27 +265,10 @@ class Unit:
             DeadlineExceededError: no socket, or no answer, in time.
         """
         hello = Hello(protocol, version, instance="supervisor", role="supervisor")
-        self.disconnect()  # from a join that was cut short
-        try:
-            async with self.services.patience.within(timeout_s):
-                while True:
-                    try:
-                        self.client, raw = await self.services.machine.connect(
-                            path, hello, timeout_s=_HELLO_S, on_event=on_event
-                        )
-                    except (
-                        FileNotFoundError,
-                        ConnectionRefusedError,
-                        ConnectionClosedError,
-                        DeadlineExceededError,  # of a predecessor that cannot be killed, perhaps
-                    ):
-                        await asyncio.wait([self.died], timeout=_CONNECT_RETRY_S)
-                    else:
-                        return raw
-                    if self.died.done():
-                        raise self.start_failure()
-        except TimeoutError as error:
-            raise DeadlineExceededError(f"{self.name} answering", timeout_s=timeout_s) from error
+        return await self._line.open(
+            path, hello, died=self.died, death=self.start_failure,
+            timeout_s=timeout_s, on_event=on_event,
+        )  # fmt: skip
 
     def start_failure(self) -> StartFailedError:
         """The error that says how the instance died while starting."""
@@ -417,8 +343,7 @@ class Unit:
         self._look_away()
         if self.handle is not None:
             self.handle.close()
-        for task in tuple(self._background):
-            task.cancel()
+        self._background.cancel()
 
     def _look_away(self) -> None:
         if self._watch is not None:
@@ -428,9 +353,7 @@ class Unit:
 
     def disconnect(self) -> None:
         """Close the control connection, if there is one."""
-        if self.client is not None:
-            self.client.close()
-            self.client = None
+        self._line.close()
 
     async def _bury(self, handle: Handle, instance: str) -> None:
         try:
@@ -459,21 +382,9 @@ class Unit:
         if handle is not None and self.handle is handle:  # the watcher has not seen it yet
             self._lose(handle.process)
 
-    def in_background(self, work: Any) -> asyncio.Task[Any]:  # noqa: ANN401 - any coroutine
+    def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine beside everything else; its failure is logged, never lost."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._finished)
-        return task
-
-    def _finished(self, task: asyncio.Task[Any]) -> None:
-        self._background.discard(task)
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        if isinstance(error, UnderstudyError):
-            log.warning("%s: %s", self.name, error)
-        else:
-            log.error("%s: background work failed", self.name, exc_info=error)
+        return self._background.run(work)
 
     async def change_or_death(self, changed: asyncio.Event, *, timeout_s: float) -> None:
         """Wait until `changed` is set, the instance dies, or time runs out."""
@@ -494,11 +405,7 @@ class Unit:
 
     async def settle(self, *, timeout_s: float) -> None:
         """Wait until the background work (burials) is done; what takes longer is given up."""
-        if self._background:
-            _, late = await asyncio.wait(self._background, timeout=timeout_s)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+        await self._background.settle(timeout_s=timeout_s)
 
     # ---------------------------------------------------------------- requests
 
@@ -515,16 +422,10 @@ class Unit:
         return raw
 
     async def call_with_fds(
-        self, verb: str, params: object = None, *, timeout_s: float
+        self, verb: str, params: object = None, *, fds: Sequence[int] = (), timeout_s: float
     ) -> tuple[msgspec.Raw, list[int]]:
-        """One control request, with a deadline in running time; the caller owns the descriptors."""
-        if self.client is None:
-            raise ConnectionClosedError(f"{self.name} is not connected")
-        try:
-            async with self.services.patience.within(timeout_s):
-                return await self.client.call(verb, params, timeout_s=_FAR_S)
-        except TimeoutError as error:
-            raise DeadlineExceededError(f"the answer to {verb}", timeout_s=timeout_s) from error
+        """Like `call`; `fds` go with it, and the caller owns the descriptors that come back."""
+        return await self._line.call(verb, params, fds=fds, timeout_s=timeout_s)
 
     def emit(self, kind: str, text: str, **fields: object) -> None:
         """One event about this unit."""

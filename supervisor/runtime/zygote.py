@@ -48,7 +48,7 @@ class ZygoteUnit(Unit):
     @property
     def is_ready(self) -> bool:
         """Whether it can fork now."""
-        return self.is_alive and self.client is not None and self.hello is not None
+        return self.is_alive and self.is_connected and self.hello is not None
 
     async def start(self, load: LoadSpec, *, timeout_s: float) -> None:
         """Spawn it and wait until everything is imported.
@@ -91,10 +91,7 @@ class ZygoteUnit(Unit):
         Raises:
             ConnectionClosedError, DeadlineExceededError, RemoteError: no fork.
         """
-        if self.client is None:
-            await self.join(timeout_s=timeout_s)
-        assert self.client is not None  # noqa: S101 - join sets it or raises
-        raw, fds = await self.client.call(
+        raw, fds = await self.call_with_fds(
             "fork", Fork(spec, marker), fds=[log_fd], timeout_s=timeout_s
         )
         for fd in fds:

@@ -212,6 +212,27 @@ def test_a_start_that_was_under_way_is_not_given_up_for_our_own_absence() -> Non
     play(story)
 
 
+@pytest.mark.parametrize(("verb", "victim"), [("fork", "b"), ("donate", "cache-chat")])
+def test_no_helper_is_blamed_for_a_machine_that_slept(verb: str, victim: str) -> None:
+    async def story(stage: Stage) -> None:
+        def sleep(proc: Proc) -> None:
+            stage.world.clock.stall(30)
+            proc.stop()
+            stage.world.clock.after(30.1, proc.wake)
+
+        stage.world.traps.append(Trap(verb, "before", "", sleep))
+        helpers = [stage.engine(n) for n in ("zygote-chat", "cache-chat") if n != victim]
+        proc = stage.engine(victim)
+        proc.is_blemished = "kill"
+        proc.kill()
+        await asyncio.sleep(32)
+        await stage.whole()
+        assert all(stage.engine(p.unit) is p for p in helpers)
+        assert {"start_failed", "cache_failed", "zygote_silent"}.isdisjoint(stage.kinds())
+
+    play(story)
+
+
 # ----------------------------------------------------------- a machine that refuses
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from supervisor.core.restart import RestartPolicy
 from supervisor.errors import MachineRefusedError, StartFailedError
-from supervisor.runtime.unit import Unit, code_of, log_tail
+from supervisor.runtime.lastwords import code_of, log_tail
+from supervisor.runtime.unit import Unit
 
 _OLD = "error: descriptor_limit: descriptors cannot be duplicated: Too many open files\n"
 

@@ -24,7 +24,7 @@ def pulse_of(error: Exception) -> Pulse:
     )  # fmt: skip
     unit = SimpleNamespace(
         instance="gateway-0-00000001", is_alive=True, is_stopped_by_signal=False, pid=1,
-        client=None, services=services,
+        is_connected=False, services=services,
     )  # fmt: skip
     return Pulse(cast("Any", unit), "status", is_starting=lambda: False, rejoin=rejoin)
 
