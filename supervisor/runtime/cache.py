@@ -129,7 +129,7 @@ class CacheUnit(Unit):
         """
         self.is_starting = True
         try:
-            with self.refusals():
+            with self.starts.refusals():
                 if not self.is_alive:
                     await self._spawn()
                 state = self.status.state if self.status is not None else "empty"

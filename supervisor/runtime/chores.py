@@ -51,7 +51,7 @@ class GroupChores:
             await cache.ensure_serving()
         except UnderstudyError as error:
             cache.emit("cache_failed", f"{cache.name}: {error}")
-            if isinstance(error, RemoteError) or cache.record.has_given_up:
+            if isinstance(error, RemoteError) or cache.starts.has_given_up:
                 self._group.fail_start(error)  # else it is a death or a silence: once more
             if cache.is_alive and not self._is_paused:
                 await cache.end(timeout_s=FENCE_S)
@@ -93,9 +93,9 @@ class GroupChores:
             await self._group.zygote.start(self._group.load, timeout_s=_ZYGOTE_START_S)
         except UnderstudyError as error:
             self._group.zygote.emit("zygote_failed", f"{self._group.zygote.name}: {error}")
-            if self._group.zygote.record.troubles >= _REFUSALS_AT_START:
+            if self._group.zygote.starts.record.troubles >= _REFUSALS_AT_START:
                 self._group.fail_start(error)
-            if self._group.zygote.record.has_given_up:
+            if self._group.zygote.starts.has_given_up:
                 self._group.zygote.emit(
                     "zygote_given_up", "engines start cold from now on, which takes seconds"
                 )
@@ -124,7 +124,7 @@ class GroupChores:
                 unit.judge(Verdict.DEAD, "answers the canary wrongly")
         except UnderstudyError as error:
             unit.failure = str(error)
-            if unit.record.troubles >= _REFUSALS_AT_START:
+            if unit.starts.record.troubles >= _REFUSALS_AT_START:
                 self._group.fail_start(error)
             unit.emit("start_failed", f"{unit.name}: {error}")
             if unit.state is EngineState.STARTING:

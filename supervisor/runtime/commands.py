@@ -224,7 +224,7 @@ class GroupCommands:
         if unit.state is _S.FROZEN:
             self._thaw(unit)
         elif unit.state in (_S.EVICTED, _S.FATAL):
-            unit.record = unit.record.forgiven()
+            unit.starts.forgive()
             unit.apply(StateEvent.RESUMED)
         group.reconcile()
         wanted = {_S.BATCH} if unit.is_batch else {_S.STANDBY, _S.PRIMARY}

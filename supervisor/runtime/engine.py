@@ -142,7 +142,7 @@ class EngineUnit(Unit):
         instance = self.begin()
         self._forget()
         spec = self._spec(instance, load_timeout_s)
-        with self.refusals():
+        with self.starts.refusals():
             if zygote is not None and zygote.is_ready:
                 process = await self._fork(zygote, spec)
                 if self.state is not EngineState.STARTING:  # nobody waited for a fork so slow

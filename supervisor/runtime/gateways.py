@@ -10,7 +10,6 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Final
 
 import msgspec
@@ -108,7 +107,7 @@ class GatewayUnit(Unit):
             instance = self.begin()
             control = self.services.paths.control(instance)
             spec = GatewaySpec(instance, str(control), listener.fileno(), limits)
-            with self.refusals():
+            with self.starts.refusals():
                 self.spawn_module(
                     "supervisor.gateway", spec, pass_fds=[listener.fileno()], with_model=False
                 )
@@ -131,10 +130,6 @@ class GatewayUnit(Unit):
         """Ask for the newest status."""
         raw = await self.call("status", timeout_s=timeout_s)
         self.status = msgspec.json.decode(raw, type=GatewayStatus)
-
-    def starts(self) -> bool:
-        """Whether its start, which has a deadline of its own, is under way."""
-        return self.is_starting
 
     async def listener(self) -> socket.socket:
         """The listening socket, from a worker that outlived its supervisor."""
@@ -211,10 +206,11 @@ class GatewayFleet:
             )
             for index in range(settings.workers)
         ]
-        self._pulses = [
-            Pulse(w, "status", is_starting=w.starts, rejoin=partial(self._rejoin, w))
-            for w in self.workers
-        ]
+        self._pulses = [self._pulse_of(worker) for worker in self.workers]
+
+    def _pulse_of(self, worker: GatewayUnit) -> Pulse:
+        return Pulse(worker, "status", is_starting=lambda: worker.is_starting,
+                     rejoin=lambda: self._rejoin(worker))  # fmt: skip
 
     @property
     def address(self) -> str:
@@ -272,7 +268,7 @@ class GatewayFleet:
         assert self.listener is not None  # noqa: S101 - checked by reconcile
         limits = limits_of(self._settings)
         try:
-            delay_s = max(0.0, worker.record.not_before_s - self._services.clock.monotonic())
+            delay_s = max(0.0, worker.starts.record.not_before_s - self._services.clock.monotonic())
             await asyncio.sleep(delay_s)
             if self._services.is_paused or self._services.is_stopping:
                 return

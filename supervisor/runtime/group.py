@@ -233,8 +233,8 @@ class GroupRuntime:
                     is_batch=e.is_batch,
                     state=e.state,
                     verdict=self._sound_verdict(e),
-                    may_start=e.may_start,
-                    has_given_up=e.record.has_given_up,
+                    may_start=e.starts.may_start,
+                    has_given_up=e.starts.has_given_up,
                     is_proven=e.is_proven,
                     is_being_fenced=e.is_being_fenced,
                     is_gone=e.is_lost,
@@ -249,16 +249,16 @@ class GroupRuntime:
             zygote_is_ready=zygote.is_ready,
             zygote_is_silent=self._zygote_pulse.is_silent and free("end zygote"),
             zygote_may_start=not zygote.is_alive
-            and not zygote.record.has_given_up
-            and zygote.may_start
+            and not zygote.starts.has_given_up
+            and zygote.starts.may_start
             and free("zygote"),
-            zygote_has_given_up=zygote.record.has_given_up,
+            zygote_has_given_up=zygote.starts.has_given_up,
             cache_is_silent=self._cache_pulse is not None
             and self._cache_pulse.is_silent
             and free("end cache"),
             cache_may_start=cache is not None
             and cache.needs_start
-            and cache.may_start
+            and cache.starts.may_start
             and free("cache"),
         )
 
@@ -479,12 +479,12 @@ class GroupRuntime:
         """The operator has seen it: judgement is possible again, what gave up is tried again."""
         self.judged_failovers.clear()
         helpers = [u for u in (self.zygote, self.cache) if u is not None]
-        forgiven = [u.name for u in helpers if u.record.has_given_up]
+        forgiven = [u.name for u in helpers if u.starts.has_given_up]
         for unit in helpers:
-            unit.record = unit.record.forgiven()
+            unit.starts.forgive()
         for engine in self.engines:
             if engine.state is EngineState.FATAL:
-                engine.record = engine.record.forgiven()
+                engine.starts.forgive()
                 engine.apply(StateEvent.RESUMED)
                 forgiven.append(engine.name)
         text = f"{self.name} was acknowledged"

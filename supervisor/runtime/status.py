@@ -36,8 +36,8 @@ def group_status(group: GroupRuntime) -> dict[str, Any]:
         "zygote": {
             "pid": group.zygote.pid,
             "ready": group.zygote.is_ready,
-            "given_up": group.zygote.record.has_given_up,
-            "trouble": group.zygote.trouble or None,
+            "given_up": group.zygote.starts.has_given_up,
+            "trouble": group.zygote.starts.trouble or None,
         },
         "cache": [_cache_status(group)] if group.cache is not None else [],
         "engines": [engine_status(e) for e in group.engines],
@@ -62,7 +62,7 @@ def _cache_status(group: GroupRuntime) -> dict[str, Any]:
         "load_s": status.load_s if status is not None else None,
         "progress": msgspec.to_builtins(cache.progress) if cache.progress is not None else None,
         "held_by_supervisor": cache.held is not None,
-        "trouble": cache.trouble or None,
+        "trouble": cache.starts.trouble or None,
     }
 
 
@@ -78,7 +78,7 @@ def engine_status(engine: EngineUnit) -> dict[str, Any]:
         "verdict": engine.verdict.value,
         "pid": engine.pid,
         "instance": engine.instance or None,
-        "restarts": engine.record.restarts,
+        "restarts": engine.starts.record.restarts,
         "uptime_s": round(engine.uptime_s, 3),
         "exact": own.exact if own is not None else None,
         "active": engine.active,
@@ -88,7 +88,7 @@ def engine_status(engine: EngineUnit) -> dict[str, Any]:
         "attach_ms": own.attach_ms if own is not None else None,
         "device_memory": msgspec.to_builtins(own.device_memory) if own is not None else None,
         "error": engine.failure or None,
-        "trouble": engine.trouble or None,
+        "trouble": engine.starts.trouble or None,
     }
 
 
@@ -100,8 +100,8 @@ def gateway_status(fleet: GatewayFleet, worker: GatewayUnit) -> dict[str, Any]:
         "pid": worker.pid,
         "state": "ready" if worker.is_connected else "starting",
         "instance": worker.instance or None,
-        "restarts": worker.record.restarts,
-        "trouble": worker.trouble or None,
+        "restarts": worker.starts.record.restarts,
+        "trouble": worker.starts.trouble or None,
         "connections": status.connections if status is not None else 0,
         "address": fleet.address,
     }

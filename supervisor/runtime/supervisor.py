@@ -358,7 +358,7 @@ class SupervisorRuntime:
     def degraded(self) -> dict[str, str]:
         """What the supervisor itself lacks now, by cause: serving goes on all the same."""
         disk = self._journal.degraded or self.services.events.degraded
-        troubles = [f"{u.name}: {u.trouble}" for u in self.units() if u.trouble]
+        troubles = [f"{u.name}: {u.starts.trouble}" for u in self.units() if u.starts.trouble]
         found = {
             "disk": disk,
             "descriptors": "no file descriptor is left" if RESERVE.is_short else "",

@@ -1,7 +1,8 @@
 """`Unit`: one supervised process (its name) and its successive instances (its lives).
 
 Engine, zygote, cache daemon and gateway worker share this: instance names, spawn or take over,
-the exit watch, the control connection, the restart record, and the burial of the dead.
+the exit watch, and the burial of the dead. One life of a process is one story, so it is told in
+one class; what has a rule of its own lies beside it: `ControlLine`, `Starts`, `Background`.
 
 Invariants
     1. `died` belongs to the current instance; whoever awaits anything of an instance also awaits
@@ -10,20 +11,18 @@ Invariants
 """
 
 import asyncio
-import contextlib
 import os
 import secrets
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import msgspec
 
 from cache.rpc import Hello
-from supervisor.core.restart import RestartPolicy, RestartRecord
-from supervisor.errors import MachineRefusedError, StartFailedError, UnderstudyError
+from supervisor.core.restart import RestartPolicy
+from supervisor.errors import MachineRefusedError, StartFailedError
 from supervisor.process import (
-    RESERVE,
     ExitEvidence,
     FenceEvidence,
     FenceNotProvenError,
@@ -32,16 +31,15 @@ from supervisor.process import (
 )
 from supervisor.runtime.background import Background
 from supervisor.runtime.control import ControlLine
-from supervisor.runtime.lack import refusal_of
 from supervisor.runtime.lastwords import code_of, log_bytes, log_tail
 from supervisor.runtime.launch import child_environment, python_module, specification
 from supervisor.runtime.machine import ExitWatch, Handle, OnEvent
 from supervisor.runtime.services import Services
+from supervisor.runtime.starts import Starts
 
 __all__ = ["Unit"]
 
 _BURIAL_S: Final = 60.0
-_START_FDS: Final = 12  # pipe, log, pidfd, two probes, control socket, progress page
 
 
 class Unit:
@@ -61,16 +59,11 @@ class Unit:
         self.services = services
         self.name = name
         self.group = group
-        self.policy = policy
-        self.record = RestartRecord()
+        self.starts = Starts(services, policy, name=name, on_refused=self._note_refusal)
         self.instance = ""
         self.handle: Handle | None = None
         self.started_s = 0.0
-        self.started_ns = 0
         self.is_lost = False  # its death was seen, or it was given up as unkillable
-        self.trouble = ""  # why the machine refused the last start
-        self.was_refused = False  # the start of the current instance
-        self.has_come_up = True  # what was there before us has; what we start will say so
         self.has_served = False  # the current instance, as primary
         self.is_forking = False  # somebody was asked for the current instance, and has not answered
         self.last_alive_ns: int | None = None  # the last look before the death was seen
@@ -121,11 +114,6 @@ class Unit:
         return self.services.paths.log(self.name)
 
     @property
-    def may_start(self) -> bool:
-        """Whether its back-off is over."""
-        return self.services.clock.monotonic() >= self.record.not_before_s
-
-    @property
     def is_connected(self) -> bool:
         """Whether the current instance can be asked."""
         return self._line.is_open
@@ -136,10 +124,10 @@ class Unit:
         """Name the next instance; forget everything about the last one."""
         self.release()
         self.instance = f"{self.name}-{secrets.token_hex(4)}"
-        self.is_lost = self.was_refused = self.has_come_up = self.has_served = False
+        self.starts.begin()
+        self.is_lost = self.has_served = False
         self.died = asyncio.get_running_loop().create_future()
         self.started_s = self.services.clock.monotonic()
-        self.started_ns = self.services.clock.monotonic_ns()
         self._log_begin_bytes = log_bytes(self.log_path)
         return self.instance
 
@@ -177,37 +165,10 @@ class Unit:
             argv = python_module(module, f"/proc/self/fd/{spec_fd}")
             self.spawn_process(argv, pass_fds=[*pass_fds, spec_fd], with_model=with_model)
 
-    @contextlib.contextmanager
-    def refusals(self) -> Iterator[None]:
-        """Around a start: what the machine refuses is remembered and becomes one error.
-
-        Raises:
-            MachineRefusedError: no descriptor, no process, or a disk that takes nothing.
-        """
-        if not RESERVE.has_room(_START_FDS):
-            raise self.refused("no file descriptor is left")
-        try:
-            yield
-        except (OSError, UnderstudyError) as error:
-            why = refusal_of(error)
-            if why is None:
-                raise
-            raise self.refused(why) from error
-        self.record = self.record.started()
-        self.trouble = ""
-        self.has_come_up = True
-
-    def refused(self, why: str) -> MachineRefusedError:
-        """The machine refused a start: wait before the next one, but never give up."""
-        now_s = self.services.clock.monotonic()
-        self.was_refused = True
-        self.record = self.record.after_trouble(self.policy, now_s=now_s)
+    def _note_refusal(self, error: MachineRefusedError, is_news: bool) -> None:
         self.services.metrics.start_refused(kind=self.kind, group=self.group, name=self.name)
-        error = MachineRefusedError(self.name, why)
-        if why != self.trouble:
+        if is_news:
             self.emit("start_refused", error.message)
-        self.trouble = why
-        return error
 
     def take(self, process: ProcessId, instance: str) -> None:
         """Take over a process that exists: a fork of the zygote, or one left by a dead supervisor.
@@ -315,17 +276,8 @@ class Unit:
 
     def after_death(self, *, was_ours: bool) -> None:
         """Keep the record and bury the instance in the background."""
-        now_s = self.services.clock.monotonic()
-        # However long it took to fail: a process that never came up has not lived.
-        lived_s = now_s - self.started_s if self.has_come_up else 0.0
-        is_young = lived_s < self.policy.stable_after_s
-        if is_young and not was_ours and (trouble := self.services.disk_trouble):
-            self.refused(trouble)  # it could not even make its sockets, perhaps
-        if not self.was_refused:
-            self.record = self.record.after_death(
-                self.policy, lived_s=lived_s, now_s=now_s, was_ours=was_ours,
-                has_served=self.has_served,
-            )  # fmt: skip
+        age_s = self.services.clock.monotonic() - self.started_s
+        self.starts.ended(age_s=age_s, was_ours=was_ours, has_served=self.has_served)
         self.release()
 
     def release(self) -> None:

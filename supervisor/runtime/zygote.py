@@ -63,7 +63,7 @@ class ZygoteUnit(Unit):
             spec = ZygoteSpec(
                 self.group, instance, str(self.services.paths.control(instance)), load
             )
-            with self.refusals():
+            with self.starts.refusals():
                 self.spawn_module("engines.zygote", spec, with_model=True)
                 await self.join(timeout_s=timeout_s)
         finally:

@@ -94,7 +94,7 @@ def _zygote(world: World, group: GroupRuntime) -> Iterator[str]:
     unit = group.zygote
     zygote = world.find(unit.name)
     is_running = zygote is not None and zygote.state is ProcState.RUNNING
-    if not unit.record.has_given_up and not (is_running and unit.is_ready):
+    if not unit.starts.has_given_up and not (is_running and unit.is_ready):
         yield "there is no zygote that works"
 
 

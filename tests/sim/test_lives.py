@@ -32,7 +32,7 @@ def test_a_zygote_that_needs_long_to_fail_is_given_up_too(monkeypatch: pytest.Mo
         proc = stage.engine("zygote-chat")
         proc.is_blemished = "doom"
         proc.kill()
-        await stage.until(lambda: stage.group.zygote.record.has_given_up, "the end of patience",
+        await stage.until(lambda: stage.group.zygote.starts.has_given_up, "the end of patience",
                           within_s=60)  # fmt: skip
         stage.engine("b").is_blemished = "kill"
         stage.engine("b").kill()

@@ -35,7 +35,7 @@ def start_that_ends_with(folder: Path, words: str) -> None:
     unit.begin()
     with log.open("a") as file:
         file.write(words)
-    with unit.refusals():
+    with unit.starts.refusals():
         raise unit.start_failure()
 
 
