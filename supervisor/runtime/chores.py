@@ -5,12 +5,25 @@ what follows from that is decided anew.
 """
 
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
 
 from cache.wire import close_all
 from engines.contract import Descriptors
+from supervisor.core.decide import (
+    AssignBatch,
+    AssignStandby,
+    Chore,
+    EndCache,
+    EndZygote,
+    Fence,
+    Freeze,
+    GiveUp,
+    StartCache,
+    StartEngine,
+    StartZygote,
+)
 from supervisor.core.states import ALIVE, EngineState, Facts, StateEvent
 from supervisor.core.verdict import Verdict
 from supervisor.errors import RemoteError, UnderstudyError
@@ -38,6 +51,37 @@ class GroupChores:
 
     def __init__(self, group: "GroupRuntime") -> None:
         self._group = group
+
+    def begin(self, chore: Chore) -> None:
+        """Begin what was decided, beside everything else."""
+        run, engine = self._group.tasks.run, self._group.engine
+        match chore:
+            case StartCache():
+                run("cache", self.start_cache())
+            case EndCache():
+                run("end cache", self.end_cache())
+            case StartZygote():
+                run("zygote", self.start_zygote())
+            case EndZygote():
+                run("end zygote", self.end_zygote())
+            case StartEngine(name):
+                run(name, self.start_engine(engine(name)))
+            case AssignStandby(name):
+                run(name, self.assign(engine(name), StateEvent.STANDBY_CONFIRMED))
+            case AssignBatch(name):
+                run(name, self.assign(engine(name), StateEvent.BATCH_CONFIRMED))
+            case Fence(name):
+                run(f"fence {name}", self.fence_engine(engine(name)))
+            case Freeze(name):
+                engine(name).freeze()
+            case GiveUp(name):
+                self._give_up(engine(name))
+            case _:
+                assert_never(chore)
+
+    def _give_up(self, unit: "EngineUnit") -> None:
+        unit.apply(StateEvent.GIVEN_UP)
+        self._group.fail_start(unit.give_up_error())
 
     async def start_cache(self) -> None:
         """Bring the cache daemon to serve; engines register with it again."""

@@ -15,56 +15,36 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any, Final
+from collections import deque
+from collections.abc import Callable
+from typing import Final
 
-from cache.protocol import LoadSpec
 from engines.contract import ChildRecord, ReleaseGateway
 from supervisor.core.deaths import DeathRecord
-from supervisor.core.decide import (
-    AssignBatch,
-    AssignStandby,
-    Chore,
-    Decision,
-    EndCache,
-    EndZygote,
-    EngineView,
-    Fence,
-    Freeze,
-    GiveUp,
-    GroupSnapshot,
-    StartCache,
-    StartEngine,
-    StartZygote,
-    decide,
-)
+from supervisor.core.decide import Decision, decide
+from supervisor.core.intensity import Intensity
 from supervisor.core.states import EngineState, StateEvent
 from supervisor.core.verdict import Verdict
 from supervisor.errors import UnderstudyError
 from supervisor.gateway.protocol import FirstToken, GroupRoute
-from supervisor.runtime.cache import CacheUnit
 from supervisor.runtime.chores import GroupChores
 from supervisor.runtime.engine import EngineUnit
 from supervisor.runtime.gateways import GatewayFleet
+from supervisor.runtime.keyedtasks import KeyedTasks
+from supervisor.runtime.members import members_of
 from supervisor.runtime.operations import OperationLog
-from supervisor.runtime.pulse import BEAT_S, Pulse
 from supervisor.runtime.recovery import Recovery
-from supervisor.runtime.services import Services, policy_of
+from supervisor.runtime.services import Services
+from supervisor.runtime.snapshot import snapshot_of
 from supervisor.runtime.strays import Strays, unit_name
-from supervisor.runtime.zygote import ZygoteUnit
 from supervisor.topology.schema import EngineRole, Group
 
 __all__ = ["GroupRuntime"]
 
 log = logging.getLogger(__name__)
 
-FENCE_S: Final = 2.0
-_ASSUME_S: Final = 5.0
+_RELEASE_S: Final = 5.0
 _PUSH_S: Final = 2.0
-_ZYGOTE_START_S: Final = 120.0
-_AFTER_FAILURE_S: Final = 0.1  # before the same is tried again
-_CANARY_S: Final = 30.0
 _LOST_GATEWAYS: Final = 16
 _SERVES_CLIENTS: Final = frozenset({EngineState.PRIMARY, EngineState.BATCH})
 
@@ -101,63 +81,27 @@ class GroupRuntime:
         self.start_failure: asyncio.Future[UnderstudyError] = (
             asyncio.get_running_loop().create_future()
         )
-        self.judged_failovers: list[float] = []  # monotonic seconds
-        self._lost_gateways: list[str] = []  # the newest dead workers
+        self.judged = Intensity(group.failover.intensity, period_s=group.failover.period)
+        self._lost_gateways: deque[str] = deque(maxlen=_LOST_GATEWAYS)  # the newest dead workers
         self.deaths = DeathRecord()
         self._was_blocked = False
-        self._chores: dict[str, asyncio.Task[None]] = {}
+        self.tasks = KeyedTasks(group.name, on_end=self.reconcile)
         self._created = int(services.clock.time())
         self._sentence = ""
-        policy = policy_of(group.failover, device=group.devices[0])
-        self.load = LoadSpec(
-            model_path=str(Path(group.model.path).resolve()),
-            dtype=group.model.dtype,
-            quantization=group.model.quantization,
-            revision=group.model.revision,
-            device=group.devices[0],
-        )
-        self.cache = (
-            CacheUnit(services, group=self.name, load=self.load, policy=policy,
-                      load_timeout_s=group.cache.load_timeout, on_change=self.reconcile)
-            if group.cache.mode == "daemon"
-            else None
-        )  # fmt: skip
-        self.zygote = ZygoteUnit(
-            services, name=f"zygote-{self.name}", group=self.name, policy=policy,
+        members = members_of(
+            services, group, deaths=self.deaths,
             on_change=self.reconcile, on_exit_report=self._fork_reaped,
         )  # fmt: skip
-        self.engines = [
-            EngineUnit(
-                services,
-                group,
-                e,
-                load=self.load,
-                policy=policy,
-                deaths=self.deaths,
-                on_change=self.reconcile,
-            )
-            for e in group.engines
-        ]
-        zygote, cache = self.zygote, self.cache
-        self._zygote_pulse = Pulse(zygote, "children", is_starting=lambda: zygote.is_starting,
-                                   rejoin=lambda: zygote.rejoin(timeout_s=BEAT_S))  # fmt: skip
-        self._cache_pulse = (
-            Pulse(
-                cache,
-                "status",
-                is_starting=lambda: cache.is_in_short_step,
-                rejoin=lambda: cache.rejoin(timeout_s=BEAT_S),
-            )
-            if cache is not None
-            else None
-        )
+        self.load, self.engines = members.load, members.engines
+        self.zygote, self.zygote_pulse = members.zygote, members.zygote_pulse
+        self.cache, self.cache_pulse = members.cache, members.cache_pulse
         self.chores = GroupChores(self)
         self.recovery = Recovery(self)
 
     # ------------------------------------------------------------------- facts
 
     def engine(self, name: str) -> EngineUnit:
-        """The unit of that name (KeyError when there is none)."""
+        """The unit of that name, which must be one of the topology's."""
         return next(e for e in self.engines if e.name == name)
 
     @property
@@ -209,69 +153,16 @@ class GroupRuntime:
     @property
     def blocked_for_s(self) -> float:
         """How long the group stays BLOCKED by time alone; 0 when it is not."""
-        intensity = self.settings.failover.intensity
-        if not self.is_judging_blocked():
-            return 0.0
-        leaves_s = self.judged_failovers[-intensity] + self.settings.failover.period
-        return leaves_s - self.services.clock.monotonic()
+        return self.judged.free_in_s(self.services.clock.monotonic())
 
-    def is_judging_blocked(self) -> bool:
+    @property
+    def is_blocked(self) -> bool:
         """Whether failovers by judgement have used up their intensity."""
-        since = self.services.clock.monotonic() - self.settings.failover.period
-        self.judged_failovers = [t for t in self.judged_failovers if t > since]
-        return len(self.judged_failovers) >= self.settings.failover.intensity
-
-    def snapshot(self) -> GroupSnapshot:
-        """Everything that a decision depends on."""
-        zygote, cache, free = self.zygote, self.cache, self._is_free
-        return GroupSnapshot(
-            name=self.name,
-            epoch=self.epoch,
-            engines=tuple(
-                EngineView(
-                    name=e.name,
-                    is_batch=e.is_batch,
-                    state=e.state,
-                    verdict=self._sound_verdict(e),
-                    may_start=e.starts.may_start,
-                    has_given_up=e.starts.has_given_up,
-                    is_proven=e.is_proven,
-                    is_being_fenced=e.is_being_fenced,
-                    is_gone=e.is_lost,
-                    is_held=e.is_held,
-                )
-                for e in self.engines
-            ),
-            preferred_primary=self.preferred,
-            is_paused=self.services.is_paused,
-            is_judging_blocked=self.is_judging_blocked(),
-            has_stray=self.strays.has_engine_of(e.name for e in self.engines if not e.is_batch),
-            zygote_is_ready=zygote.is_ready,
-            zygote_is_silent=self._zygote_pulse.is_silent and free("end zygote"),
-            zygote_may_start=not zygote.is_alive
-            and not zygote.starts.has_given_up
-            and zygote.starts.may_start
-            and free("zygote"),
-            zygote_has_given_up=zygote.starts.has_given_up,
-            cache_is_silent=self._cache_pulse is not None
-            and self._cache_pulse.is_silent
-            and free("end cache"),
-            cache_may_start=cache is not None
-            and cache.needs_start
-            and cache.starts.may_start
-            and free("cache"),
-        )
-
-    def _sound_verdict(self, engine: EngineUnit) -> Verdict:
-        """A judgement from before a stall of ours is void until the engine was looked at again."""
-        is_void = engine.verdict is Verdict.HUNG and self.services.lag.stalled_since(
-            engine.judged_ns
-        )
-        return Verdict.BUSY if is_void else engine.verdict
+        return self.judged.is_used_up(self.services.clock.monotonic())
 
     def decide(self) -> Decision:
         """What to do now."""
-        return decide(self.snapshot())
+        return decide(snapshot_of(self))
 
     # --------------------------------------------------------------- reconcile
 
@@ -285,18 +176,18 @@ class GroupRuntime:
             log.info("%s: %s epoch=%d", self.name, decision.sentence, self.epoch)
         self._sentence = decision.sentence
         if decision.recovery and not self.lock.locked():
-            self._start_recovery()
+            self.tasks.run("recovery", self.recovery.run())
         for chore in decision.chores:
-            self._start_chore(chore)
-        if self.highest_known_epoch > self.epoch and self._is_free("catch up"):
-            self.run_chore("catch up", self.recovery.catch_up())
+            self.chores.begin(chore)
+        if self.highest_known_epoch > self.epoch:
+            self.tasks.run("catch up", self.recovery.catch_up())
         self._publish_if_changed()
         self._note_blocked()
         self._report()
 
     def _note_blocked(self) -> None:
         """Say when the group becomes BLOCKED, and when that is over."""
-        is_blocked = self.is_judging_blocked()
+        is_blocked = self.is_blocked
         if is_blocked is self._was_blocked:
             return
         self._was_blocked = is_blocked
@@ -312,39 +203,6 @@ class GroupRuntime:
             text = f"{self.name} is not BLOCKED any more: it may fail over by judgement again"
             self.services.events.append("unblocked", text, group=self.name)
 
-    def _start_recovery(self) -> None:
-        if self._is_free("recovery"):
-            self.run_chore("recovery", self.recovery.run())
-
-    def _start_chore(self, chore: Chore) -> None:
-        match chore:
-            case StartCache():
-                self.run_chore("cache", self.chores.start_cache())
-            case EndCache():
-                self.run_chore("end cache", self.chores.end_cache())
-            case EndZygote():
-                self.run_chore("end zygote", self.chores.end_zygote())
-            case StartZygote():
-                self.run_chore("zygote", self.chores.start_zygote())
-            case StartEngine(name):
-                self.run_chore(name, self.chores.start_engine(self.engine(name)))
-            case AssignStandby(name):
-                self.run_chore(
-                    name, self.chores.assign(self.engine(name), StateEvent.STANDBY_CONFIRMED)
-                )
-            case AssignBatch(name):
-                self.run_chore(
-                    name, self.chores.assign(self.engine(name), StateEvent.BATCH_CONFIRMED)
-                )
-            case Fence(name):
-                self.run_chore(f"fence {name}", self.chores.fence_engine(self.engine(name)))
-            case Freeze(name):
-                self.engine(name).freeze()
-            case GiveUp(name):
-                unit = self.engine(name)
-                unit.apply(StateEvent.GIVEN_UP)
-                self.fail_start(unit.give_up_error())
-
     def open(self) -> None:
         """Everything that was found is adopted: decide from now on."""
         self.is_open = True
@@ -352,7 +210,7 @@ class GroupRuntime:
 
     async def feel_pulses(self) -> None:
         """Ask zygote and cache daemon whether they still answer."""
-        pulses = (self._zygote_pulse, self._cache_pulse)
+        pulses = (self.zygote_pulse, self.cache_pulse)
         await asyncio.gather(*(p.beat() for p in pulses if p is not None))
 
     async def come_to_rest(self, *, timeout_s: float) -> bool:
@@ -362,42 +220,15 @@ class GroupRuntime:
     def _is_acting(self) -> bool:
         if not self.is_open:
             return True  # what was found is still looked at, which thaws and freezes
-        fences = any(key == "recovery" or key.startswith("fence ") for key in self._chores)
+        fences = any(key == "recovery" or key.startswith("fence ") for key in self.tasks)
         return self.lock.locked() or fences or any(e.is_forking for e in self.engines)
-
-    def _is_free(self, key: str) -> bool:
-        return key not in self._chores
-
-    def run_chore(self, key: str, work: Coroutine[Any, Any, object]) -> None:
-        """Run one chore beside everything else; a second one of the same key is dropped."""
-        if not self._is_free(key):
-            work.close()
-            return
-
-        async def supervised() -> None:
-            pause_s = 0.0
-            try:
-                await work
-            except UnderstudyError as error:
-                log.warning("%s: %s: %s", self.name, key, error)
-                pause_s = _AFTER_FAILURE_S
-            except Exception:
-                log.exception("%s: %s failed", self.name, key)
-                pause_s = _AFTER_FAILURE_S
-            finally:
-                self._chores.pop(key, None)
-                asyncio.get_running_loop().call_later(pause_s, self.reconcile)
-
-        task = asyncio.get_running_loop().create_task(supervised())
-        task.add_done_callback(lambda _: work.close())  # cancelled before it began
-        self._chores[key] = task
 
     def _publish_if_changed(self) -> None:
         route = self.route()
         # One push at a time; what changes meanwhile is published when it has ended.
         is_new = route != self.fleet.route_in_force(self.name)
-        if is_new and not self.lock.locked() and self._is_free("publish"):
-            self.run_chore("publish", self._publish())
+        if is_new and not self.lock.locked():
+            self.tasks.run("publish", self._publish())
 
     async def _publish(self) -> None:
         await self.fleet.push(timeout_s=_PUSH_S)
@@ -416,7 +247,7 @@ class GroupRuntime:
 
     def gateway_died(self, instance: str) -> None:
         """Nobody will resume the streams of that worker: free their slots."""
-        self._lost_gateways = [*self._lost_gateways[1 - _LOST_GATEWAYS :], instance]
+        self._lost_gateways.append(instance)
         for engine in self.engines:
             if engine.is_connected and engine.state in _SERVES_CLIENTS:
                 self._release_gateway(engine, instance)
@@ -429,7 +260,7 @@ class GroupRuntime:
     @staticmethod
     def _release_gateway(engine: EngineUnit, instance: str) -> None:
         release = ReleaseGateway(instance)
-        engine.in_background(engine.call("release_gateway", release, timeout_s=_ASSUME_S))
+        engine.in_background(engine.call("release_gateway", release, timeout_s=_RELEASE_S))
 
     def first_token(self, event: FirstToken) -> None:
         """A gateway saw the first token behind a cut."""
@@ -477,7 +308,7 @@ class GroupRuntime:
 
     def acknowledge(self) -> None:
         """The operator has seen it: judgement is possible again, what gave up is tried again."""
-        self.judged_failovers.clear()
+        self.judged.forgive()
         helpers = [u for u in (self.zygote, self.cache) if u is not None]
         forgiven = [u.name for u in helpers if u.starts.has_given_up]
         for unit in helpers:
@@ -492,13 +323,6 @@ class GroupRuntime:
             text += f"; {', '.join(forgiven)} will be started again"
         self.services.events.append("acknowledged", text, group=self.name)
         self.reconcile()
-
-    async def cancel_chores(self) -> None:
-        """Stop what is under way; the units are ended by the caller."""
-        tasks = list(self._chores.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def wait_until(self, condition: Callable[[], bool], *, timeout_s: float) -> bool:
         """Wait for a condition on this group; False when time runs out."""

@@ -79,10 +79,10 @@ class Recovery:
         if old.death_was_ours:
             return "forced", now_ns
         if old.verdict is Verdict.HUNG:
-            self._group.judged_failovers.append(now_ns / 1e9)
+            self._group.judged.count(now_ns / 1e9)
             return "hung", old.quiet_since_ns or now_ns
         if old.verdict is not Verdict.DEAD:
-            self._group.judged_failovers.append(now_ns / 1e9)
+            self._group.judged.count(now_ns / 1e9)
             return "wrong", now_ns
         return "dead", old.last_alive_ns or now_ns
 

@@ -112,7 +112,7 @@ class SupervisorRuntime:
     def _recall(self, state: JournalState) -> None:
         """What the last supervisor of this boot knew and no process can tell."""
         for group in self.groups:
-            group.judged_failovers = list(state.judged.get(group.name, []))
+            group.judged.recall(state.judged.get(group.name, []))
             for engine in group.engines:
                 engine.is_held = engine.name in state.held
                 engine.former_state = state.roles.get(engine.name, "")
@@ -233,7 +233,7 @@ class SupervisorRuntime:
         for watch in self._watches:
             watch.stop()
         for group in self.groups:
-            await group.cancel_chores()
+            await group.tasks.cancel()
         self.fleet.close()
         await self._end_all(list(self.fleet.workers))
         await self._end_all([e for g in self.groups for e in g.engines])
@@ -346,7 +346,7 @@ class SupervisorRuntime:
             paused=self.services.is_paused,
             roles={e.name: e.state.value for g in self.groups for e in g.engines},
             held=[e.name for g in self.groups for e in g.engines if e.is_held],
-            judged={g.name: g.judged_failovers for g in self.groups if g.judged_failovers},
+            judged={g.name: g.judged.judged_s for g in self.groups if g.judged.judged_s},
             attested=[
                 ProcessRecord("engine", unit_name(instance), "", instance, p.pid, p.start_ticks)
                 for instance, p in self.services.attested.items()

@@ -116,7 +116,7 @@ class GroupWatch:
                     work = self._commands.resume(name, cause="quiet")
                 case None:
                     continue
-            group.run_chore(f"ladder {name}", work)
+            group.tasks.run(f"ladder {name}", work)
 
     def _is_unhealthy(self, engine: EngineUnit) -> bool:
         return self._unhealthy.get(engine.instance, 0) >= _UNHEALTHY_IN_A_ROW

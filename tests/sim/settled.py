@@ -24,8 +24,8 @@ def missing_of(world: World, life: Life) -> Iterator[str]:
     if life.operations:
         yield f"operations have not ended: {', '.join(sorted(life.operations.values()))}"
     for group in life.runtime.groups:
-        if group.lock.locked() or group._chores:
-            yield f"under way: {sorted(group._chores)}"
+        if group.lock.locked() or list(group.tasks):
+            yield f"under way: {sorted(group.tasks)}"
         yield from _states(group)
         yield from _ill(world, life, group)
         yield from _gateways(world, life, group)
@@ -59,7 +59,7 @@ def _ill(world: World, life: Life, group: GroupRuntime) -> Iterator[str]:
     """
     if group.former_golden not in (None, group.golden) and life.has_adopted_an_engine(group):
         yield "the group has forgotten the known answer"
-    has_choice = bool(group.standbys) and not group.is_judging_blocked()
+    has_choice = bool(group.standbys) and not group.is_blocked
     for unit in group.engines:
         proc = world.find(unit.name)
         is_kept = unit.state is _S.FROZEN or (unit is group.primary and not has_choice)
