@@ -29,7 +29,7 @@ from supervisor.process import (
     state_id_of,
 )
 from supervisor.runtime.controller import RuntimeController
-from supervisor.runtime.gateways import listen_tcp
+from supervisor.runtime.listening import listen_tcp
 from supervisor.runtime.machine import LocalMachine
 from supervisor.runtime.paths import StatePaths
 from supervisor.runtime.services import Services

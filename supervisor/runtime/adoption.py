@@ -28,9 +28,9 @@ from supervisor.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from supervisor.runtime.engine import EngineUnit
-    from supervisor.runtime.gateways import GatewayUnit
     from supervisor.runtime.group import GroupRuntime
     from supervisor.runtime.supervisor import SupervisorRuntime
+    from supervisor.runtime.worker import GatewayUnit
 
 __all__ = ["Adoption", "adopt"]
 

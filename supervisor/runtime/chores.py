@@ -240,7 +240,7 @@ class GroupChores:
             return 0  # proven dead
         unit.is_being_fenced = True
         try:
-            streams_cut = await self._group.fleet.cut(unit.instance)
+            streams_cut = await self._group.fleet.routes.cut(unit.instance)
             await unit.fence(timeout_s=timeout_s)
         except FenceNotProvenError as error:
             if unit.state is EngineState.FENCING:

@@ -226,12 +226,12 @@ class GroupRuntime:
     def _publish_if_changed(self) -> None:
         route = self.route()
         # One push at a time; what changes meanwhile is published when it has ended.
-        is_new = route != self.fleet.route_in_force(self.name)
+        is_new = route != self.fleet.routes.in_force(self.name)
         if is_new and not self.lock.locked():
             self.tasks.run("publish", self._publish())
 
     async def _publish(self) -> None:
-        await self.fleet.push(timeout_s=_PUSH_S)
+        await self.fleet.routes.push(timeout_s=_PUSH_S)
 
     # --------------------------------------------------------------- reactions
 

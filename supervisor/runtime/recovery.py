@@ -14,8 +14,8 @@ from supervisor.core.decide import CutRoute, Decision, Fence, Promote, PublishRo
 from supervisor.core.states import SERVING, EngineState, Facts, StateEvent
 from supervisor.core.verdict import Verdict
 from supervisor.errors import PreconditionError, UnderstudyError
-from supervisor.runtime.gateways import CUT_ACK_S
 from supervisor.runtime.operations import OpenOperation
+from supervisor.runtime.routing import CUT_ACK_S
 
 if TYPE_CHECKING:
     from supervisor.runtime.engine import EngineUnit
@@ -102,7 +102,7 @@ class Recovery:
     async def _cut(self, operation: OpenOperation) -> None:
         group = self._group
         group.is_cut = True
-        operation.cut_streams = await group.fleet.push(timeout_s=CUT_ACK_S)
+        operation.cut_streams = await group.fleet.routes.push(timeout_s=CUT_ACK_S)
 
     async def _promote(self, unit: "EngineUnit", epoch: int, operation: OpenOperation) -> None:
         group = self._group
@@ -135,7 +135,7 @@ class Recovery:
     async def _publish(self, operation: OpenOperation) -> None:
         group = self._group
         group.is_cut = False
-        await group.fleet.push(timeout_s=_ROUTE_S)
+        await group.fleet.routes.push(timeout_s=_ROUTE_S)
         operation.phase("route")
         self._loss = None
 

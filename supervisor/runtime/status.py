@@ -6,8 +6,9 @@ import msgspec
 
 from supervisor.core.states import EngineState
 from supervisor.runtime.engine import EngineUnit
-from supervisor.runtime.gateways import GatewayFleet, GatewayUnit
+from supervisor.runtime.gateways import GatewayFleet
 from supervisor.runtime.group import GroupRuntime
+from supervisor.runtime.worker import GatewayUnit
 
 __all__ = ["engine_status", "gateway_status", "group_status"]
 

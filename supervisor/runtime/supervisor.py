@@ -19,7 +19,7 @@ from supervisor.observe.journal import Journal, JournalState, ProcessRecord
 from supervisor.observe.looplag import LoopLag
 from supervisor.process import RESERVE, ProcessId, own_boot_id
 from supervisor.runtime.adoption import adopt
-from supervisor.runtime.gateways import GatewayFleet, GatewayUnit
+from supervisor.runtime.gateways import GatewayFleet
 from supervisor.runtime.group import GroupRuntime
 from supervisor.runtime.operations import OperationLog
 from supervisor.runtime.services import Services
@@ -27,6 +27,7 @@ from supervisor.runtime.status import gateway_status, group_status
 from supervisor.runtime.strays import Strays, unit_name
 from supervisor.runtime.unit import Unit
 from supervisor.runtime.watch import GroupWatch
+from supervisor.runtime.worker import GatewayUnit
 
 __all__ = ["SupervisorRuntime"]
 
@@ -145,7 +146,7 @@ class SupervisorRuntime:
         for group, watch in zip(self.groups, self._watches, strict=True):
             group.open()
             watch.start()
-        await self.fleet.push(timeout_s=2.0)
+        await self.fleet.routes.push(timeout_s=2.0)
         try:
             await self._all_serve()
         except UnderstudyError as error:

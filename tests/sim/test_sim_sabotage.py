@@ -17,9 +17,9 @@ from supervisor.runtime.cache import CacheUnit
 from supervisor.runtime.chores import GroupChores
 from supervisor.runtime.commands import GroupCommands
 from supervisor.runtime.engine import EngineUnit
-from supervisor.runtime.gateways import GatewayFleet
 from supervisor.runtime.group import GroupRuntime
 from supervisor.runtime.operations import OpenOperation
+from supervisor.runtime.routing import RouteTable
 from tests.sim.machine import FakeMachine
 from tests.sim.records import SimDisk
 from tests.sim.schedule import Schedule, Step
@@ -55,7 +55,7 @@ def test_a_recovery_while_paused_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_fence_without_a_cut_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GatewayFleet, "cut", nothing)
+    monkeypatch.setattr(RouteTable, "cut", nothing)
     found = objections(Step(3.0, "restart", "batch"), shape=Shape())
     assert "batch is fenced while gateway-0 is told to route to it" in found
 

@@ -165,4 +165,8 @@ SEEDS: Final[dict[str, Schedule]] = {
     "a_stop_ends_a_fork_that_is_under_way": _schedule(
         728, Step(0.0464, "failing_loads", "", 5), shape=Shape(standbys=2, has_batch=False)
     ),
+    "a_worker_whose_start_the_stop_has_overtaken_is_not_started": _schedule(
+        910001424, Step(6.6452, "stall", "", 5.0), Step(7.2937, "end"),
+        Step(11.1744, "doom", "gateway-0", 4), heals=True,
+    ),
 }  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 from supervisor import daemon
 from supervisor.errors import ConfigurationError
-from supervisor.runtime.gateways import listen_tcp
+from supervisor.runtime.listening import listen_tcp
 
 
 def _no_descriptor(*_: object, **__: object) -> socket.socket:
