@@ -168,8 +168,11 @@ def restarts_back_off(history: History) -> list[str]:
     """
     stable_s = float(str(parse_duration(str(history.meta.system.get("stable_after", "1s")))))
     longest_s = Failover().max_backoff
-    by_name: dict[str, list[Process]] = {}
+    leaders: dict[str, Process] = {}  # a helper carries the marker of the engine that started it
     for process in sorted(history.all(Process), key=lambda p: p.seen_ns):
+        leaders.setdefault(process.instance, process)
+    by_name: dict[str, list[Process]] = {}
+    for process in leaders.values():
         by_name.setdefault(process.instance.rpartition("-")[0], []).append(process)
     found = []
     for name, lives in by_name.items():

@@ -84,7 +84,7 @@ class OpenLoad:
         on_done: Callable[[Stream], None],
     ) -> None:
         self._base_url = base_url
-        self._pool = list(pool)
+        self.pool: Sequence[StreamRequest] = list(pool)  # what arrivals are drawn from
         self._on_done = on_done
         self._clients: dict[str, _Client] = {}
         self._count = 0
@@ -223,7 +223,7 @@ class OpenLoad:
         next_s = time.monotonic()
         while True:
             next_s += chance.expovariate(profile.streams_per_s)
-            request = chance.choice(self._pool)
+            request = chance.choice(self.pool)
             await asyncio.sleep(max(0.0, next_s - time.monotonic()))
             if len(self._clients) >= _MAX_OPEN:
                 continue

@@ -6,10 +6,14 @@ off the unlikely at an odd number, so that of a pair of twins one is kept, and r
 """
 
 import random
+from dataclasses import replace
 
 from chaos.streams import StreamRequest
 
-__all__ = ["make_pool"]
+__all__ = ["make_pool", "stretch"]
+
+_SHORTEST_STREAM_S = 0.25
+_MAX_STRETCH = 8
 
 _SPLIT_PAIRS_TOP_K = 5
 
@@ -41,3 +45,20 @@ def make_pool(count: int, *, tokens: tuple[int, int], seed: int) -> list[StreamR
             )
         )
     return pool
+
+
+def stretch(pool: list[StreamRequest], tokens_per_s: float) -> list[StreamRequest]:
+    """The same requests with answers 2, 4 or 8 times as long, where most would end at once.
+
+    Scenarios count on streams that are under way together; a GPU ends an answer of a hundred
+    tokens in a tenth of a second. A power of two, so that a machine gives the same texts again.
+
+    Args:
+        pool: requests as the scenario wants them.
+        tokens_per_s: of one stream alone.
+    """
+    usual_tokens = sorted(request.max_tokens for request in pool)[len(pool) // 2]
+    factor = 1
+    while factor < _MAX_STRETCH and usual_tokens * factor / tokens_per_s < _SHORTEST_STREAM_S:
+        factor *= 2
+    return [replace(request, max_tokens=request.max_tokens * factor) for request in pool]

@@ -41,7 +41,7 @@ from chaos.history import (
 from chaos.load import LoadProfile, OpenLoad
 from chaos.machine import this_machine
 from chaos.near_ties import make_near_tie_model
-from chaos.requests import make_pool
+from chaos.requests import make_pool, stretch
 from chaos.scenario import CommandStep, Expect, FaultStep, Scenario, Step, Storm, Wait
 from chaos.stock import EventTail, Stock
 from chaos.streams import StreamFleet, StreamRequest
@@ -54,6 +54,7 @@ __all__ = ["Run", "hook_environment", "perform"]
 _HOOKS: Final = Path(__file__).resolve().parent / "hooks"
 _CALM_S: Final = 90.0
 _STREAM_S: Final = 5.0
+_REFERENCE_S: Final = 120.0
 
 
 def hook_environment(orders: Path) -> dict[str, str]:
@@ -173,8 +174,18 @@ class Run:
         self.system.start()
         self._expecting.wait_whole(_CALM_S)
         self.load.open()
+        self._stretch()
         self._tell(f"reference: {len(self._pool)} requests, undisturbed")
         self._reference()
+
+    def _stretch(self) -> None:
+        """Where one stream alone would be over at once, answers are longer than usual."""
+        with StreamFleet(self.system.base_url, self._pool[:1]) as fleet:
+            (first,) = fleet.wait_done(timeout_s=_REFERENCE_S)
+        if len(first.arrivals_ns) > 1:
+            took_s = (first.arrivals_ns[-1] - first.arrivals_ns[0]) / 1e9
+            self._pool = stretch(self._pool, first.request.max_tokens / max(took_s, 1e-3))
+            self.load.pool = self._pool
 
     def _reference(self) -> None:
         """Every text without a fault, in another order and beside streams that take slots first."""
@@ -186,7 +197,7 @@ class Run:
             for i, r in enumerate(shuffled[:3])
         ]
         with StreamFleet(self.system.base_url, [*fillers, *shuffled], spacing_s=0.02) as fleet:
-            records = fleet.wait_done(timeout_s=120)
+            records = fleet.wait_done(timeout_s=_REFERENCE_S)
         for record in records[len(fillers) :]:
             request = record.request
             if record.error is not None or not record.has_end_mark:

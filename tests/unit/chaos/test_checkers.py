@@ -322,6 +322,16 @@ def test_a_planned_handover_ends_a_reign_at_the_old_ones_word() -> None:
     passes(parts)
 
 
+def test_a_helper_process_of_an_engine_is_no_life_of_its_own() -> None:
+    """Compilers and the like carry the marker of the engine that started them."""
+    parts = RecordParts()
+    parts.processes += [
+        Process("chat-a-00000001", 210, 2000, 2 * S, 2 * S + 20 * MS, 2 * S + 20 * MS),
+        Process("chat-a-00000001", 211, 2001, 3 * S, 3 * S + 20 * MS, 3 * S + 20 * MS),
+    ]
+    passes(parts)
+
+
 def test_lost_events_are_no_gap_when_a_line_says_so() -> None:
     parts = RecordParts()
     parts.events[9:] = [event(14, "events_lost", 11 * S, from_seq=10, lost=5)]
