@@ -10,9 +10,15 @@ step before it, which loads kernels and makes attention plans, runs with no row 
 
 A capture takes some 80 ms for 32 layers. The step that is captured may raise
 `CaptureAbandonedError` between two layers, when something more urgent came: nothing is kept then.
+
+WARNING: the driver gives up the capture under way when a graph is destroyed meanwhile, whoever
+does it. So no garbage is collected during a capture, and a graph that was given up is destroyed
+as soon as its capture has ended.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -85,10 +91,17 @@ class StepGraphs:
         rehearse()
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=_ERROR_MODE):
-            logits = step()
-            results.logits.copy_(logits)
-            results.summary.copy_(summarise(logits))
+        try:
+            with (
+                _nothing_collected(),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode=_ERROR_MODE),
+            ):
+                logits = step()
+                results.logits.copy_(logits)
+                results.summary.copy_(summarise(logits))
+        except CaptureAbandonedError:
+            graph.reset()
+            raise
         self._graphs[_Key(kind, id(kv), attended_tokens)] = (graph, kv)
 
     def replay(
@@ -99,3 +112,15 @@ class StepGraphs:
         graph.replay()
         results = self._results[kind]
         return results.logits, results.summary
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Garbage waits: among it may be a graph, or memory of a pool that is captured into."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -100,7 +100,7 @@ class DeviceChooser:
         blocks = -(-vocabulary // _BLOCK)
         self.device = device
         self._padding = blocks * _BLOCK - vocabulary
-        self._row_numbers = torch.arange(rows, device=device)
+        self._row_numbers = torch.arange(rows).to(device)
         self._summary = torch.zeros(2, rows, dtype=torch.int64, pin_memory=pin)
         self._temperatures = torch.ones(rows, 1, dtype=torch.float64, pin_memory=pin)
         self._sums = torch.zeros(rows, blocks, dtype=torch.float64, pin_memory=pin)

@@ -89,12 +89,13 @@ class SlotModel:
         where = device.torch_device
         self._inputs = InputBuffer(device, (_WORDS, slots))
         self._chunk = InputBuffer(device, (self.chunk_tokens + _WORDS,))
-        self._all_positions = torch.arange(geometry.max_length, device=where)
-        self._chunk_offsets = torch.arange(self.chunk_tokens, device=where)
+        # Made on the host and copied: making them on a GPU would load kernels first.
+        self._all_positions = torch.arange(geometry.max_length).to(where)
+        self._chunk_offsets = torch.arange(self.chunk_tokens).to(where)
         dtype = getattr(torch, geometry.dtype)
         hidden = _HIDDEN_FROM_CUDNN if device.is_cuda else float("-inf")
-        self._zero = torch.zeros((), dtype=dtype, device=where)
-        self._hidden = torch.full((), hidden, dtype=dtype, device=where)
+        self._zero = torch.tensor(0.0, dtype=dtype).to(where)
+        self._hidden = torch.tensor(hidden, dtype=dtype).to(where)
         self._graphs: StepGraphs | None = None
         self._before_layer: Callable[[], None] | None = None
         if device.is_cuda:
@@ -231,10 +232,15 @@ class SlotModel:
         return True
 
     def try_layer(self, kv: KvMemoryView) -> None:
-        """Compute one layer of a decode step with no row active, on a GPU: it loads kernels."""
+        """Compute one layer of a chunk (in slot 0) and of a decode step, on a GPU.
+
+        That loads kernels and makes the library handles and the attention plan of this thread.
+        `kv` must be writable.
+        """
         if self._graphs is None:
             return
         with self.first_layers(self._sample_layers):
+            self.prefill(kv, 0, [0], start=0)
             self.decode(kv, [])
         self.device.synchronize()
 

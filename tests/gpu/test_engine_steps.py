@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -115,6 +116,33 @@ def test_a_capture_is_given_up_without_a_trace(loaded: Loaded, kv: KvMemoryView)
     assert model.capture_once("decode", kv, 2048), "it can be made again"
     fill(kv)
     assert np.array_equal(model.decode(kv, rows, attended_tokens=2048).array(), eager)
+
+
+def test_a_graph_that_is_garbage_ends_no_capture(loaded: Loaded, kv: KvMemoryView) -> None:
+    """The driver gives a capture up when a graph is destroyed meanwhile."""
+    old = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(old):
+        torch.zeros(1, device="cuda:0")
+    ring: list[object] = [old]
+    ring.append(ring)
+    held = [ring]
+    del old, ring
+    layers: list[None] = []
+
+    def drop_it() -> bool:
+        layers.append(None)
+        if len(layers) == 2:  # the first is of the rehearsal
+            held.clear()
+        return False
+
+    thresholds = gc.get_threshold()
+    with loaded.model.giving_way(once=drop_it):
+        gc.set_threshold(1)
+        try:
+            assert loaded.model.capture_once("decode", kv, 1024)
+        finally:
+            gc.set_threshold(*thresholds)
+    assert not held
 
 
 def test_a_row_reads_its_own_past_alone(loaded: Loaded, kv: KvMemoryView) -> None:
