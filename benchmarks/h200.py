@@ -223,9 +223,9 @@ class Run:
             if self.wants("standby", needs_s=40):
                 self.note("standby", "SIGKILL of the standby while eight short streams decode.",
                           lambda: kill_standby(at, kills=max(2, self._kills // 2)))  # fmt: skip
-            if self.wants("stop-switch", needs_s=60):
+            if self.wants("stop-switch", needs_s=120):
                 self.note("stop-switch", "SIGSTOP of the primary, and planned switchovers.",
-                          lambda: stop_and_switch(at, stops=4, switches=12))  # fmt: skip
+                          lambda: stop_and_switch(at, stops=self._kills, switches=20))  # fmt: skip
             if self.wants("batch", needs_s=30):
                 self.note("batch", "Giving way.", lambda: batch_ladder(at, rounds=4))
             if self.wants("beside", needs_s=40):
