@@ -234,30 +234,37 @@ def decide(snap: GroupSnapshot) -> Decision:
 
 
 def _recovery(snap: GroupSnapshot) -> tuple[tuple[RecoveryAction, ...], str]:
-    old = snap.primary
-    candidate = _candidate(snap)
-    if old is not None:
-        if old.verdict not in _BAD and old.is_proven:
-            return (), ""
-        is_judgement = old.verdict is not Verdict.DEAD
-        if is_judgement and (snap.is_judging_blocked or candidate is None):
-            # Without a successor it is left alone: killing it cannot help a stream.
-            return (), ""
-        what = f"is {old.verdict}" if old.verdict in _BAD else "answers wrongly"
-        fence: tuple[RecoveryAction, ...] = (CutRoute(), Fence(old.name))
-        if candidate is None:
-            return fence, f"{old.name} {what}, there is no standby to promote"
-        promote = Promote(candidate.name, snap.epoch + 1)
-        return (
-            (*fence, promote, PublishRoute()),
-            f"{old.name} {what}, promoting {candidate.name}",
-        )
-    if candidate is None or _someone_may_act(snap):
+    obstacle = _who_may_act(snap)
+    candidate = None if obstacle else _candidate(snap)
+    if snap.primary is not None:
+        return _replacement(snap, snap.primary, candidate, obstacle)
+    if candidate is None or _first_is_coming(snap):
         return (), ""
     return (
         (Promote(candidate.name, snap.epoch + 1), PublishRoute()),
         f"there is no primary, promoting {candidate.name}",
     )
+
+
+def _replacement(
+    snap: GroupSnapshot, old: EngineView, candidate: EngineView | None, obstacle: str
+) -> tuple[tuple[RecoveryAction, ...], str]:
+    """The recovery from a primary that is dead, hung or wrong."""
+    if old.verdict not in _BAD and old.is_proven:
+        return (), ""
+    is_judgement = old.verdict is not Verdict.DEAD
+    if is_judgement and (snap.is_judging_blocked or candidate is None):
+        # Without a successor it is left alone: killing it cannot help a stream.
+        return (), ""
+    what = f"{old.name} is {old.verdict}" if old.verdict in _BAD else f"{old.name} answers wrongly"
+    fence = (CutRoute(), Fence(old.name))
+    if candidate is None:
+        why = "there is no standby to promote"
+        if obstacle:
+            why = f"nobody is promoted before {obstacle} is proven dead"
+        return fence, f"{what}, {why}"
+    promote = Promote(candidate.name, snap.epoch + 1)
+    return (*fence, promote, PublishRoute()), f"{what}, promoting {candidate.name}"
 
 
 def _candidate(snap: GroupSnapshot) -> EngineView | None:
@@ -277,12 +284,16 @@ def _candidate(snap: GroupSnapshot) -> EngineView | None:
     return None
 
 
-def _someone_may_act(snap: GroupSnapshot) -> bool:
-    """Whether a former primary is not proven dead, or the preferred first one is still coming."""
-    if snap.has_stray or any(
-        not e.is_batch and e.state in (_S.FENCING, _S.UNKILLABLE) for e in snap.engines
-    ):
-        return True
+def _who_may_act(snap: GroupSnapshot) -> str:
+    """Who, beside the primary, is condemned or found and not proven dead; empty: nobody."""
+    if snap.has_stray:
+        return "a stray"
+    unproven = (_S.FENCING, _S.UNKILLABLE)
+    return next((e.name for e in snap.engines if not e.is_batch and e.state in unproven), "")
+
+
+def _first_is_coming(snap: GroupSnapshot) -> bool:
+    """Whether nobody was ever promoted, and the one that the topology names is on its way."""
     if snap.epoch > 0:
         return False
     first = next((e for e in snap.engines if e.name == snap.preferred_primary), None)

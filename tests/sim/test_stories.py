@@ -12,6 +12,7 @@ import pytest
 from supervisor.core.states import EngineState as S
 from supervisor.errors import PreconditionError
 from supervisor.process import SpawnError
+from tests.sim.fakeengine import FakeEngine
 from tests.sim.proc import Proc
 from tests.sim.shapes import Shape
 from tests.sim.stage import Stage, play
@@ -20,7 +21,7 @@ from tests.sim.world import Trap
 # ---------------------------------------------------------------- unkillable
 
 
-async def make_unkillable(stage: Stage, name: str) -> Proc:
+async def make_unkillable(stage: Stage, name: str, *, within_s: float = 10) -> Proc:
     proc = stage.engine(name)
     proc.is_blemished = "unkillable"
     proc.evidence_delay_s = -1.0  # for ever
@@ -28,7 +29,7 @@ async def make_unkillable(stage: Stage, name: str) -> Proc:
     stage.world.judge.note(f"{proc} hangs in the kernel")
     unit = stage.group.engine(name)
     await stage.until(lambda: unit.verdict in ("dead", "hung") or unit.state is S.UNKILLABLE,
-                      "the loss", within_s=10)  # fmt: skip
+                      "the loss", within_s=within_s)  # fmt: skip
     await stage.until(lambda: unit.state is S.UNKILLABLE, "UNKILLABLE", within_s=10)
     return proc
 
@@ -95,6 +96,24 @@ def test_an_unkillable_engine_that_no_journal_knows_is_attested_as_well() -> Non
         await stage.until(lambda: stage.group.is_serving, "service", within_s=20)
 
     play(story)
+
+
+def test_a_hung_primary_is_left_alone_while_an_unkillable_standby_forbids_promotions() -> None:
+    async def story(stage: Stage) -> None:
+        await stage.until(lambda: len(stage.group.standbys) == 2, "two standbys", within_s=5)
+        await make_unkillable(stage, "c", within_s=30)  # only its silence tells
+        hung = stage.engine("a")
+        assert isinstance(hung, FakeEngine)
+        hung.is_blemished = "hang"
+        hung.hang()
+        await asyncio.sleep(20)
+        assert stage.engine("a") is hung, "it was killed though nobody could be promoted"
+        await stage.order(stage.keeper.life.controller.fence("c", True))
+        await stage.until(lambda: stage.group.primary and stage.group.primary.name == "b",
+                          "the failover behind the operator's word", within_s=5)  # fmt: skip
+        assert "recovery_failed" not in stage.kinds()
+
+    play(story, shape=Shape(standbys=2, has_batch=False))
 
 
 # ------------------------------------------------------------------- blocked

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -117,6 +118,22 @@ def test_chores_bring_redundancy_back() -> None:
     snap = group(b=S.STOPPED, batch=S.READY)
     assert decide(snap).chores == (StartEngine("b"), AssignBatch("c"))
     assert decide(group(b=S.READY)).chores == (AssignStandby("b"),)
+
+
+@pytest.mark.parametrize("third", [S.FENCING, S.UNKILLABLE])
+def test_nobody_is_promised_a_promotion_that_the_guard_would_refuse(third: S) -> None:
+    snap = group(b=third)
+    other = replace(snap.engines[1], name="d", state=S.STANDBY)
+    snap = replace(snap, engines=(*snap.engines, other))
+    decision = decide(with_verdict(snap, "a", Verdict.DEAD))
+    assert decision.recovery == (CutRoute(), Fence("a"))
+    assert decision.sentence == "a is dead, nobody is promoted before b is proven dead"
+    assert decide(with_verdict(snap, "a", Verdict.HUNG)).recovery == ()
+
+
+def test_nobody_is_promoted_beside_a_stray() -> None:
+    snap = with_verdict(group(has_stray=True), "a", Verdict.DEAD)
+    assert decide(snap).recovery == (CutRoute(), Fence("a"))
 
 
 def test_engines_wait_for_the_zygote_unless_it_has_given_up() -> None:
