@@ -156,7 +156,7 @@ class RuntimeController:
         self._runtime.services.metrics.set_paused(is_paused)
         word = "paused" if is_paused else "unpaused"
         self._runtime.services.events.append(word, f"automation is {word} by the operator")
-        self._runtime.save()
+        self._runtime.keeping.save()
         for group in self._runtime.groups:
             group.reconcile()
         self._runtime.fleet.reconcile()

@@ -8,23 +8,22 @@ import os
 from collections.abc import Iterator
 from typing import Any, Final
 
-import msgspec
-
 from cache.errors import UnderstudyError
 from supervisor.core.restart import RestartPolicy
 from supervisor.core.states import EngineState
 from supervisor.errors import StartFailedError
 from supervisor.gateway.protocol import FirstToken, GroupRoute
-from supervisor.observe.journal import Journal, JournalState, ProcessRecord
+from supervisor.observe.journal import Journal, JournalState
 from supervisor.observe.looplag import LoopLag
-from supervisor.process import RESERVE, ProcessId, own_boot_id
 from supervisor.runtime.adoption import adopt
+from supervisor.runtime.degraded import Degraded
 from supervisor.runtime.gateways import GatewayFleet
 from supervisor.runtime.group import GroupRuntime
+from supervisor.runtime.keeping import Keeping
 from supervisor.runtime.operations import OperationLog
 from supervisor.runtime.services import Services
 from supervisor.runtime.status import gateway_status, group_status
-from supervisor.runtime.strays import Strays, unit_name
+from supervisor.runtime.strays import Strays
 from supervisor.runtime.unit import Unit
 from supervisor.runtime.watch import GroupWatch
 from supervisor.runtime.worker import GatewayUnit
@@ -33,22 +32,11 @@ __all__ = ["SupervisorRuntime"]
 
 log = logging.getLogger(__name__)
 
-_EPOCHS_AHEAD: Final = 16
-"""The journal holds a ceiling: so many promotions need no disk."""
-
 _WORKER_POLICY: Final = RestartPolicy(
     stable_after_s=5.0, max_backoff_s=10.0, max_young_deaths=10_000
 )
 """Gateway workers never give up: without them nobody is answered."""
 
-_LACKS: Final = {
-    "disk": "room on its disk",
-    "descriptors": "file descriptors",
-    "start": "what a new process needs",
-    "address": "an address to listen on",
-}
-
-_RESERVE_S: Final = 0.5
 _JANITOR_S: Final = 1.0
 _SWEEP_ROUNDS: Final = 5  # reading the environment of every process of the user costs milliseconds
 _GRACE_S: Final = 3.0
@@ -63,11 +51,9 @@ class SupervisorRuntime:
         self, services: Services, journal: Journal, state: JournalState, lag: LoopLag
     ) -> None:
         self.services = services
-        self._journal = journal
-        self._saved = state
         self._former_gateways = {p.instance for p in state.processes if p.kind == "gateway"}
         services.lag = lag
-        self._degraded: dict[str, str] = {}
+        self._degraded = Degraded(services, self._troubles)
         self.operations = OperationLog(services.clock)
         self.stop_requested = asyncio.Event()
         self.is_ready = False
@@ -90,36 +76,17 @@ class SupervisorRuntime:
             on_worker_death=self._gateway_died,
         )
         self.strays = Strays(services, self.units)
-        self.groups = [
-            GroupRuntime(
-                services,
-                g,
-                self.fleet,
-                self.operations,
-                strays=self.strays,
-                on_epoch=self.save,
-            )
+        self.groups: list[GroupRuntime] = []
+        self.keeping = Keeping(services, journal, state, groups=self.groups, units=self.units)
+        self.groups += [
+            GroupRuntime(services, g, self.fleet, self.operations, strays=self.strays,
+                         on_epoch=self.keeping.save)
             for g in topology.groups
-        ]
-        for group in self.groups:
-            group.epoch_ceiling = state.epochs.get(group.name, 0)
-        if state.boot_id == own_boot_id():
-            self._recall(state)
-            group.former_golden = state.canaries.get(group.name)
+        ]  # fmt: skip
+        self.keeping.recall()
         self._watches = [GroupWatch(g, lag) for g in self.groups]
         self._janitor: asyncio.Task[None] | None = None
         self._started_s = services.clock.monotonic()
-
-    def _recall(self, state: JournalState) -> None:
-        """What the last supervisor of this boot knew and no process can tell."""
-        for group in self.groups:
-            group.judged.recall(state.judged.get(group.name, []))
-            for engine in group.engines:
-                engine.is_held = engine.name in state.held
-                engine.former_state = state.roles.get(engine.name, "")
-        for one in state.attested:
-            process = ProcessId(one.pid, one.start_ticks, own_boot_id())
-            self.services.attested[one.instance] = process
 
     # ------------------------------------------------------------ start and stop
 
@@ -138,7 +105,7 @@ class SupervisorRuntime:
         if found.adopted or found.ended:
             log.info("adopted %d, ended %d processes", len(found.adopted), len(found.ended))
         must_serve = not (found.adopted or self.services.is_paused)
-        await self._reserve_epochs()
+        await self.keeping.reserve_epochs()
         self.fleet.open(may_wait=not must_serve)
         self._is_in_charge = True
         self._janitor = asyncio.get_running_loop().create_task(self._keep_house())
@@ -156,28 +123,11 @@ class SupervisorRuntime:
         if self.stop_requested.is_set():
             return
         self.is_ready = True
-        self.save()
+        self.keeping.save()
         idle = ", ".join(g.name for g in self.groups if not g.is_serving)
         text = f"is up, but {idle} does not serve yet" if idle else "serves"
         self.services.events.append("started", f"{self.services.topology.name} {text}")
         self.services.observer.ready(self.status())
-
-    async def _reserve_epochs(self) -> None:
-        """Raise the ceilings before the first promotion, which goes above the last one's.
-
-        Where nobody serves, that promotion follows at once, so the disk is waited for: a crash
-        right behind it would give the same epoch out again. A disk that takes nothing, or hangs,
-        is not waited for beyond a moment.
-        """
-        self._saved = msgspec.structs.replace(self._saved, epochs=self._epochs())
-        self._journal.save(self._saved)
-        if any(g.primary is None for g in self.groups):
-            is_on_disk = await asyncio.to_thread(self._journal.flush, timeout_s=_RESERVE_S)
-            if not is_on_disk:
-                log.warning(
-                    "the disk has not taken the epochs in time: after a crash from here on, one "
-                    "that nobody alive knows may be given out again"
-                )
 
     def _has_unkillable(self) -> bool:
         """Whether only the operator's word helps, which needs a supervisor that hears it."""
@@ -249,7 +199,7 @@ class SupervisorRuntime:
             self._janitor.cancel()
         self.services.machine.reap_orphans(self.services.owned_pids)
         await asyncio.to_thread(self._sweep)
-        self.save()
+        self.keeping.save()
 
     def _let_go(self) -> None:
         """Close what we hold; end nobody."""
@@ -303,85 +253,27 @@ class SupervisorRuntime:
             await asyncio.sleep(_JANITOR_S)
             try:
                 self.services.machine.reap_orphans(self.services.owned_pids)
-                self.save()
-                self._note_degraded()
+                self.keeping.save()
+                self._degraded.note()
                 await self.fleet.look_after()
                 if next(rounds) % _SWEEP_ROUNDS == 0:
                     await self.strays.sweep()
             except Exception:
                 log.exception("house-keeping failed once")
 
-    # ------------------------------------------------------------------ journal
-
-    def save(self) -> None:
-        """Tell the journal's thread what a later supervisor must know; never waits."""
-        if all(g.is_open for g in self.groups):
-            state = self._state()
-        else:  # what was saved before is better than what we know while we look at what we found
-            state = msgspec.structs.replace(self._saved, paused=self.services.is_paused)
-        if state != self._saved:
-            self._saved = state
-            self._journal.save(state)
-
-    def _epochs(self) -> dict[str, int]:
-        """The ceilings: raised long before they are reached."""
-        epochs = {}
-        for group in self.groups:
-            ceiling = self._saved.epochs.get(group.name, 0)
-            low = group.epoch + _EPOCHS_AHEAD // 2
-            epochs[group.name] = ceiling if ceiling > low else group.epoch + _EPOCHS_AHEAD
-        return epochs
-
-    def _state(self) -> JournalState:
-        return JournalState(
-            boot_id=own_boot_id(),
-            name=self.services.topology.name,
-            epochs=self._epochs(),
-            processes=[
-                ProcessRecord(u.kind, u.name, u.group, u.instance,
-                              u.handle.process.pid, u.handle.process.start_ticks)
-                for u in self.units()
-                if u.handle is not None
-            ],
-            canaries={g.name: g.golden for g in self.groups if g.golden is not None},
-            paused=self.services.is_paused,
-            roles={e.name: e.state.value for g in self.groups for e in g.engines},
-            held=[e.name for g in self.groups for e in g.engines if e.is_held],
-            judged={g.name: g.judged.judged_s for g in self.groups if g.judged.judged_s},
-            attested=[
-                ProcessRecord("engine", unit_name(instance), "", instance, p.pid, p.start_ticks)
-                for instance, p in self.services.attested.items()
-            ],
-        )  # fmt: skip
-
     # ----------------------------------------------------------------- degraded
 
     def degraded(self) -> dict[str, str]:
         """What the supervisor itself lacks now, by cause: serving goes on all the same."""
-        disk = self._journal.degraded or self.services.events.degraded
+        return self._degraded.now()
+
+    def _troubles(self) -> dict[str, str]:
         troubles = [f"{u.name}: {u.starts.trouble}" for u in self.units() if u.starts.trouble]
-        found = {
-            "disk": disk,
-            "descriptors": "no file descriptor is left" if RESERVE.is_short else "",
+        return {
+            "disk": self.keeping.trouble or self.services.events.degraded,
             "start": "; ".join(troubles),
             "address": "; ".join(t for t in (self.fleet.trouble, self.admin_trouble) if t),
         }
-        return {cause: why for cause, why in found.items() if why}
-
-    def _note_degraded(self) -> None:
-        """Events and metric for what begins and what is over."""
-        RESERVE.fill()
-        before, self._degraded = self._degraded, self.degraded()
-        self.services.metrics.set_degraded(self._degraded)
-        for cause in self._degraded.keys() - before.keys():
-            self.services.events.append(
-                "degraded", f"the supervisor lacks {_LACKS[cause]}: {self._degraded[cause]}",
-                cause=cause,
-            )  # fmt: skip
-        for cause in before.keys() - self._degraded.keys():
-            self.services.events.append(
-                "recovered", f"the supervisor has {_LACKS[cause]} again", cause=cause
-            )
 
     # ---------------------------------------------------------------- reactions
 
@@ -409,7 +301,7 @@ class SupervisorRuntime:
                 "pid": os.getpid(),
                 "uptime_s": round(self.services.clock.monotonic() - self._started_s, 3),
                 "state_dir": str(self.services.paths.root),
-                "journal_degraded": bool(self._journal.degraded or self.services.events.degraded),
+                "journal_degraded": bool(self.keeping.trouble or self.services.events.degraded),
                 "degraded": self.degraded(),
             },
             "addresses": {"gateway": self.fleet.address, "admin": self.admin_address},

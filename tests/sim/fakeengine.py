@@ -28,7 +28,7 @@ from tests.sim.fakes import GEOMETRY, MANIFEST, FakeCache, FakeGateway
 from tests.sim.proc import Memory, Proc, ProcState, Reply
 from tests.sim.world import World
 
-__all__ = ["FakeEngine"]
+__all__ = ["RIGHT", "WRONG", "FakeEngine"]
 
 _STEPS_PER_S: Final = 100
 _MODEL_WAIT_S: Final = 30.0  # the engine's own limit for orders to its model thread

@@ -267,14 +267,14 @@ def test_epochs_that_no_disk_has_taken_are_told(
         for proc in stage.world.living():
             proc.is_blemished = "kill"
             proc.kill()
-        logging.getLogger("supervisor.runtime.supervisor").addHandler(caplog.handler)
+        logging.getLogger("supervisor.runtime.keeping").addHandler(caplog.handler)
         await asyncio.sleep(1)
         await stage.whole()
 
     try:
         play(story)
     finally:
-        logging.getLogger("supervisor.runtime.supervisor").removeHandler(caplog.handler)
+        logging.getLogger("supervisor.runtime.keeping").removeHandler(caplog.handler)
     assert any("has not taken the epochs" in m for m in caplog.messages) is is_full
 
 

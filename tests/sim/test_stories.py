@@ -12,7 +12,7 @@ import pytest
 from supervisor.core.states import EngineState as S
 from supervisor.errors import PreconditionError
 from supervisor.process import SpawnError
-from tests.sim.fakeengine import FakeEngine
+from tests.sim.fakeengine import RIGHT, FakeEngine
 from tests.sim.proc import Proc
 from tests.sim.shapes import Shape
 from tests.sim.stage import Stage, play
@@ -114,6 +114,30 @@ def test_a_hung_primary_is_left_alone_while_an_unkillable_standby_forbids_promot
         assert "recovery_failed" not in stage.kinds()
 
     play(story, shape=Shape(standbys=2, has_batch=False))
+
+
+# -------------------------------------------------------------- after a crash
+
+
+@pytest.mark.parametrize("name", ["b", "y"])
+def test_a_wrong_engine_does_not_set_the_answer_of_any_group(name: str) -> None:
+    """Both of the pair turn wrong while nobody watches, the primary too: the journal knows."""
+
+    async def story(stage: Stage) -> None:
+        await asyncio.sleep(2.5)  # the journal has the answers of both groups
+        pair = ("a", "b") if name == "b" else ("x", "y")
+        stage.keeper.life.kill()
+        for one in pair:
+            proc = stage.engine(one)
+            assert isinstance(proc, FakeEngine)
+            proc.answers_wrong, proc.is_blemished = True, "wrong"
+        before = stage.keeper.life
+        await stage.until(lambda: stage.keeper.life is not before, "the next one", within_s=5)
+        await stage.whole()
+        await asyncio.sleep(10)
+        assert all(g.golden == RIGHT for g in stage.keeper.life.runtime.groups)
+
+    play(story, shape=Shape(has_batch=False, has_neighbour=True))
 
 
 # ------------------------------------------------------------------- blocked
