@@ -2,7 +2,7 @@
 
 Every command checks its preconditions under the group's lock, says in the error what to do
 instead, and returns an operation with measured phases. Repeating a command that is already
-fulfilled is not an error.
+fulfilled is not an error. One verb after another, each short: this module is as long as the list.
 """
 
 from collections.abc import AsyncIterator

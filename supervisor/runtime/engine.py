@@ -1,8 +1,11 @@
-"""One configured engine: starts instances of it, keeps its state by the table, samples it."""
+"""One configured engine: starts instances of it, keeps its state by the table, samples it.
+
+State, verdict and record of an engine change together at its start, death and burial; they are
+kept in one class, so that no half of it can be forgotten.
+"""
 
 import asyncio
 import contextlib
-import mmap
 import os
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +24,6 @@ from engines.contract import (
     CanaryResult,
     EngineSpec,
     EngineStatus,
-    ProgressPage,
     Role,
 )
 from supervisor.core.deaths import DeathRecord, sentence_of
@@ -32,6 +34,7 @@ from supervisor.errors import DeadlineExceededError, StartFailedError, Understud
 from supervisor.gateway.protocol import RouteTarget
 from supervisor.process import ProcessId, open_log
 from supervisor.runtime.lastwords import code_of
+from supervisor.runtime.progress import MappedProgress
 from supervisor.runtime.services import Services
 from supervisor.runtime.unit import Unit
 from supervisor.runtime.zygote import ZygoteUnit
@@ -81,8 +84,7 @@ class EngineUnit(Unit):
         self._load = load
         self._deaths = deaths
         self._story: deque[str] = deque(maxlen=_STORY_LENGTH)
-        self._page: ProgressPage | None = None
-        self._page_map: mmap.mmap | None = None
+        self._progress: MappedProgress | None = None
         self._changed = asyncio.Event()
         self._judge = self._new_judge()
 
@@ -205,11 +207,17 @@ class EngineUnit(Unit):
     async def _map_progress(self) -> None:
         _, fds = await self.call_with_fds("progress.open", timeout_s=5.0)
         try:
-            self._page_map = mmap.mmap(fds[0], ProgressPage.SIZE_BYTES, prot=mmap.PROT_READ)
-            self._page = ProgressPage(memoryview(self._page_map))
+            progress = MappedProgress(fds[0])
+            self._unmap_progress()  # of the join before
+            self._progress = progress
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _unmap_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
 
     def _spec(self, instance: str, load_timeout_s: float) -> EngineSpec:
         group, kv = self._group, self.settings.kv
@@ -278,15 +286,15 @@ class EngineUnit(Unit):
         """One look at progress, stop state and scheduler; returns the verdict."""
         if not self.is_alive or self.state not in ALIVE:
             return self.verdict
-        if self.state in (EngineState.STARTING, EngineState.FROZEN) or self._page is None:
+        if self.state in (EngineState.STARTING, EngineState.FROZEN) or self._progress is None:
             self._judge.void()
             return Verdict.HEALTHY
         assert self.pid is not None  # noqa: S101 - alive
         cpu = self.services.machine.cpu(self.pid)
         sample = Sample(
             at_ns=self.services.clock.monotonic_ns(),
-            steps=self._page.get("steps"),
-            has_work=self._page.has_work,
+            steps=self._progress.steps,
+            has_work=self._progress.has_work,
             is_stopped=self.is_stopped_by_signal,
             on_cpu_ns=cpu.on_cpu_ns,
             run_delay_ns=cpu.run_delay_ns,
@@ -306,12 +314,12 @@ class EngineUnit(Unit):
     @property
     def queue_depth(self) -> int:
         """Requests that wait for a slot, from the progress page."""
-        return self._page.get("queued") if self._page is not None else 0
+        return self._progress.queued if self._progress is not None else 0
 
     @property
     def active(self) -> int:
         """Rows that decode, from the progress page."""
-        return self._page.get("active") if self._page is not None else 0
+        return self._progress.active if self._progress is not None else 0
 
     def on_death(self, process: ProcessId) -> None:
         """Only the verdict: what follows is decided, not done here."""
@@ -355,13 +363,7 @@ class EngineUnit(Unit):
         self._forget()
 
     def _forget(self) -> None:
-        if self._page is not None:
-            self._page.release()
-            self._page = None
-        if self._page_map is not None:
-            with contextlib.suppress(BufferError):
-                self._page_map.close()
-            self._page_map = None
+        self._unmap_progress()
         self.status = None
         self.canary = None
         self.is_proven = True
