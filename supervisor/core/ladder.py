@@ -4,8 +4,9 @@ Freezing is instant and reversible and keeps the memory; evicting gives the memo
 follow pressure at once (freeze) or after `evict_after`; steps down wait for `resume_after` without
 pressure, so that a load that comes in bursts does not make the engine flap.
 
-What the operator did is never undone here: only what the ladder froze is thawed or evicted by it,
-and an eviction with `--hold` stays.
+What the operator did is never undone here: what is held (frozen by the operator, or evicted with
+`--hold`) stays as it is. Whatever else is frozen was frozen by a ladder: by this one, or by that of
+a supervisor that has crashed, whose work is gone on with. Its time counts anew from the first look.
 """
 
 import re
@@ -74,7 +75,7 @@ class Ladder:
 
     def __init__(self, settings: LadderSettings) -> None:
         self._settings = settings
-        self._frozen_at_s: float | None = None  # by this ladder
+        self._frozen_since_s: float | None = None  # first seen so
         self._quiet_since_s: float | None = None
         self._last_state: EngineState | None = None
 
@@ -82,9 +83,10 @@ class Ladder:
         self, state: EngineState, values: Mapping[str, int], *, is_held: bool, now_s: float
     ) -> LadderStep | None:
         """What to do now, or None."""
+        self._note_frozen(state, is_held=is_held, now_s=now_s)
         condition = self._settings.freeze_when
-        if condition is None:
-            return None
+        if condition is None:  # today; a ladder of yesterday may have left one frozen
+            return LadderStep.THAW if self._frozen_since_s is not None else None
         pressed = condition.holds(values)
         if pressed:
             self._quiet_since_s = None
@@ -93,23 +95,26 @@ class Ladder:
         ):
             self._quiet_since_s = now_s  # an eviction in quiet times lasts `resume_after` too
         self._last_state = state
-        if state is not EngineState.FROZEN:
-            self._frozen_at_s = None
         return self._up(state, now_s) if pressed else self._down(state, now_s, is_held=is_held)
+
+    def _note_frozen(self, state: EngineState, *, is_held: bool, now_s: float) -> None:
+        if state is not EngineState.FROZEN or is_held:
+            self._frozen_since_s = None
+        elif self._frozen_since_s is None:
+            self._frozen_since_s = now_s
 
     def _up(self, state: EngineState, now_s: float) -> LadderStep | None:
         if state is EngineState.BATCH:
-            self._frozen_at_s = now_s
             return LadderStep.FREEZE
-        limit_s = self._settings.evict_after_s
-        if self._frozen_at_s is None or limit_s is None:
+        since_s, limit_s = self._frozen_since_s, self._settings.evict_after_s
+        if since_s is None or limit_s is None or now_s - since_s < limit_s:
             return None
-        return LadderStep.EVICT if now_s - self._frozen_at_s >= limit_s else None
+        return LadderStep.EVICT
 
     def _down(self, state: EngineState, now_s: float, *, is_held: bool) -> LadderStep | None:
         limit_s, since_s = self._settings.resume_after_s, self._quiet_since_s
         if limit_s is None or since_s is None or now_s - since_s < limit_s:
             return None
-        if state is EngineState.FROZEN and self._frozen_at_s is not None:
+        if self._frozen_since_s is not None:
             return LadderStep.THAW
         return LadderStep.RESUME if state is EngineState.EVICTED and not is_held else None

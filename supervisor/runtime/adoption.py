@@ -201,13 +201,13 @@ async def _is_fit(group: "GroupRuntime", engine: "EngineUnit") -> bool:
 
 
 def _is_frozen_by_order(engine: "EngineUnit") -> bool:
-    """Whether it cannot be asked because the operator has frozen it, and it may not be woken now.
+    """Whether it cannot be asked because it was frozen by order, and it may not be woken now.
 
-    It is connected to, and says its epoch, when it is thawed.
+    By the operator's order, or by the ladder's, which goes on with it behind the pause. It is
+    connected to, and says its epoch, when it is thawed.
     """
     return (
         engine.services.is_paused
-        and engine.is_held
         and engine.former_state == EngineState.FROZEN
         and engine.is_alive
         and engine.is_stopped_by_signal

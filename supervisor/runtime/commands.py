@@ -27,6 +27,7 @@ from supervisor.runtime.operations import OpenOperation
 __all__ = ["GroupCommands"]
 
 _S = EngineState
+_OPERATOR: Final = "operator"
 _LOCK_S: Final = 5.0
 _FAILOVER_S: Final = 10.0
 _FIRST_TOKEN_S: Final = 1.0
@@ -71,6 +72,15 @@ class GroupCommands:
         if self._group.services.is_paused:
             raise PreconditionError(
                 "paused: no process is signalled or started", hint="run 'supervisor unpause' first"
+            )
+
+    @staticmethod
+    def _refuse_against_the_operator(unit: EngineUnit, cause: str) -> None:
+        """A step of the ladder may have waited while the operator gave his word."""
+        if cause != _OPERATOR and unit.is_held:
+            raise ConflictError(
+                f"{unit.name} is held by the operator",
+                hint=f"see 'supervisor thaw {unit.name}' and 'supervisor resume {unit.name}'",
             )
 
     def check_epoch(self, expected: int | None) -> None:
@@ -126,7 +136,7 @@ class GroupCommands:
         async with self._exclusive():
             self.check_epoch(expected_epoch)
             successor = self.check_switchover(to)
-            operation = await self._group.recovery.switch_over(successor, cause="operator")
+            operation = await self._group.recovery.switch_over(successor, cause=_OPERATOR)
         await self._await_first_token(operation)
         return operation
 
@@ -169,12 +179,13 @@ class GroupCommands:
             )
         return unit
 
-    async def evict(self, name: str, *, hold: bool, cause: str = "operator") -> OpenOperation:
+    async def evict(self, name: str, *, hold: bool, cause: str = _OPERATOR) -> OpenOperation:
         """Kill the batch engine and wait until its memory is back."""
         group = self._group
         async with self._exclusive():
             unit = self._batch(name)
             self._refuse_while_paused()
+            self._refuse_against_the_operator(unit, cause)
             operation = group.operations.open("evict", group=group.name, engine=name, cause=cause)
             operation.text = f"evict {name}"
             unit.is_held = hold
@@ -212,12 +223,13 @@ class GroupCommands:
         """Somebody fences it already: wait for the outcome."""
         await self._group.wait_until(lambda: unit.state is not _S.FENCING, timeout_s=2 * FENCE_S)
 
-    async def resume(self, name: str, *, cause: str = "operator") -> OpenOperation:
+    async def resume(self, name: str, *, cause: str = _OPERATOR) -> OpenOperation:
         """Start an evicted (or given up) engine again and wait until it serves."""
         group = self._group
         unit = group.engine(name)
         self._refuse_before_open()
         self._refuse_while_paused()
+        self._refuse_against_the_operator(unit, cause)
         operation = group.operations.open("resume", group=group.name, engine=name, cause=cause)
         operation.text = f"resume {name}"
         unit.is_held = False
@@ -246,42 +258,44 @@ class GroupCommands:
         unit.emit("resumed", f"{name} is back", phases_ms=operation.rounded_ms())
         return operation
 
-    async def freeze(self, name: str, *, cause: str = "operator") -> OpenOperation:
+    async def freeze(self, name: str, *, cause: str = _OPERATOR) -> OpenOperation:
         """Stop the batch engine's compute at once; its memory stays."""
         group = self._group
         async with self._exclusive():
             unit = self._batch(name)
             self._refuse_while_paused()
+            if unit.state not in (_S.BATCH, _S.FROZEN) or unit.handle is None:
+                raise PreconditionError(
+                    f"{name} is {unit.state}, only a serving batch engine can be frozen"
+                )
             operation = group.operations.open("freeze", group=group.name, engine=name, cause=cause)
             operation.text = f"freeze {name}"
+            # First, so that the ladder does not take it for what it has frozen itself.
+            unit.is_held = unit.is_held or cause == _OPERATOR
             if unit.state is not _S.FROZEN:
-                if unit.state is not _S.BATCH or unit.handle is None:
-                    raise PreconditionError(
-                        f"{name} is {unit.state}, only a serving batch engine can be frozen"
-                    )
                 unit.freeze()
                 await unit.wait_stopped(timeout_s=_STOPPED_S)
-            unit.is_held = unit.is_held or cause == "operator"
             operation.phase("freeze")
             operation.finish("done")
         total_s = operation.phases_ms["total"] / 1000
         group.services.metrics.batch_action(group.name, "freeze", "done", total_s)
         return operation
 
-    async def thaw(self, name: str, *, cause: str = "operator") -> OpenOperation:
+    async def thaw(self, name: str, *, cause: str = _OPERATOR) -> OpenOperation:
         """Let a frozen batch engine go on."""
         group = self._group
         async with self._exclusive():
             unit = self._batch(name)
             self._refuse_while_paused()
+            self._refuse_against_the_operator(unit, cause)
+            if unit.state not in (_S.BATCH, _S.FROZEN):
+                raise PreconditionError(f"{name} is {unit.state}, not frozen",
+                                        hint=f"see 'supervisor resume {name}'")  # fmt: skip
             operation = group.operations.open("thaw", group=group.name, engine=name, cause=cause)
             operation.text = f"thaw {name}"
             unit.is_held = False
             if unit.state is _S.FROZEN:
                 self._thaw(unit)
-            elif unit.state is not _S.BATCH:
-                raise PreconditionError(f"{name} is {unit.state}, not frozen",
-                                        hint=f"see 'supervisor resume {name}'")  # fmt: skip
             operation.phase("thaw")
             operation.finish("done")
         total_s = operation.phases_ms["total"] / 1000
@@ -345,7 +359,7 @@ class GroupCommands:
                     details={"pids": pids},
                 )
             operation = group.operations.open("fence", group=group.name, engine=name,
-                                              cause="operator")  # fmt: skip
+                                              cause=_OPERATOR)  # fmt: skip
             operation.text = f"{name} is attested to be harmless"
             group.strays.attest(name)
             if unit.state is _S.UNKILLABLE:

@@ -140,6 +140,88 @@ def test_a_wrong_engine_does_not_set_the_answer_of_any_group(name: str) -> None:
     play(story, shape=Shape(has_batch=False, has_neighbour=True))
 
 
+# -------------------------------------------------------------------- ladder
+
+
+async def freeze_by_pressure_and_crash_paused(stage: Stage) -> Proc:
+    stage.world.pressure = 3
+    await stage.until(lambda: stage.group.engine("batch").state is S.FROZEN, "a freeze", within_s=5)
+    frozen = stage.engine("batch")
+    await stage.keeper.life.controller.pause()
+    await stage.crash_supervisor()
+    await asyncio.sleep(10)
+    assert stage.engine("batch") is frozen
+    return frozen
+
+
+def test_what_the_ladder_froze_before_a_paused_crash_is_thawed_when_pressure_is_gone() -> None:
+    async def story(stage: Stage) -> None:
+        frozen = await freeze_by_pressure_and_crash_paused(stage)
+        stage.world.pressure = 0
+        await stage.keeper.life.controller.unpause()
+        unit = stage.group.engine("batch")
+        assert (unit.instance, unit.state) == (frozen.instance, S.FROZEN)
+        await stage.until(lambda: unit.state is S.BATCH, "the thaw", within_s=5)
+        await stage.until(lambda: unit.status, "its answer", within_s=3)
+        assert unit.instance == frozen.instance
+        await asyncio.sleep(10)
+        assert (unit.instance, unit.state) == (frozen.instance, S.BATCH)
+
+    play(story, shape=Shape(has_ladder=True))
+
+
+def test_what_the_ladder_froze_before_a_paused_crash_is_evicted_when_pressure_lasts() -> None:
+    async def story(stage: Stage) -> None:
+        frozen = await freeze_by_pressure_and_crash_paused(stage)
+        await stage.keeper.life.controller.unpause()
+        unit = stage.group.engine("batch")
+        assert (unit.instance, unit.state) == (frozen.instance, S.FROZEN)
+        await asyncio.sleep(1.5)
+        assert unit.state is S.FROZEN, "evicted before its time"
+        frozen.is_blemished = "evicted"
+        await stage.until(lambda: unit.state is S.EVICTED, "the eviction", within_s=3)
+        stage.world.pressure = 0
+        await stage.until(lambda: unit.state is S.BATCH, "its return", within_s=15)
+
+    play(story, shape=Shape(has_ladder=True))
+
+
+@pytest.mark.parametrize("has_ladder", [True, False])
+def test_the_operators_freeze_in_quiet_times_is_not_taken_for_the_ladders(has_ladder: bool) -> None:
+    async def story(stage: Stage) -> None:
+        unit = stage.group.engine("batch")
+        await stage.until(lambda: unit.state is S.BATCH, "the batch engine", within_s=10)
+        await asyncio.sleep(5)  # quiet for long enough to thaw what the ladder has frozen
+        proc = stage.engine("batch")
+        stop = proc.stop
+        proc.stop = lambda: stage.world.clock.after(0.3, stop)  # type: ignore[method-assign,assignment]
+        await stage.order(stage.keeper.life.controller.freeze("batch"))
+        await asyncio.sleep(10)
+        assert unit.state is S.FROZEN
+
+    play(story, shape=Shape(has_ladder=has_ladder))
+
+
+@pytest.mark.parametrize("step", ["thaw", "evict"])
+def test_the_operators_freeze_comes_before_a_step_of_the_ladder_that_waits(step: str) -> None:
+    async def story(stage: Stage) -> None:
+        unit, group = stage.group.engine("batch"), stage.group
+        stage.world.pressure = 3
+        await stage.until(lambda: unit.state is S.FROZEN, "a freeze", within_s=5)
+        await stage.until(lambda: group.tasks.is_free("ladder batch"), "its end", within_s=1)
+        await group.lock.acquire()  # a recovery that takes its time
+        order = asyncio.create_task(stage.order(stage.keeper.life.controller.freeze("batch")))
+        stage.world.pressure = 0 if step == "thaw" else 3
+        await stage.until(lambda: "ladder batch" in group.tasks, "the ladder's step", within_s=4.5)
+        group.lock.release()
+        await order
+        await asyncio.sleep(10)
+        assert unit.state is S.FROZEN
+        assert unit.is_held
+
+    play(story, shape=Shape(has_ladder=True))
+
+
 # ------------------------------------------------------------------- blocked
 
 

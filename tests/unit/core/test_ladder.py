@@ -23,8 +23,9 @@ def test_pressure_freezes_at_once() -> None:
 def test_lasting_pressure_evicts_after_its_time() -> None:
     subject = ladder()
     step(subject, S.BATCH, queue=1, at_s=0.0)
-    assert step(subject, S.FROZEN, queue=1, at_s=1.9) is None
-    assert step(subject, S.FROZEN, queue=1, at_s=2.0) is LadderStep.EVICT
+    assert step(subject, S.FROZEN, queue=1, at_s=0.1) is None
+    assert step(subject, S.FROZEN, queue=1, at_s=2.0) is None
+    assert step(subject, S.FROZEN, queue=1, at_s=2.1) is LadderStep.EVICT
 
 
 def test_quiet_thaws_after_its_time_and_pressure_in_between_starts_over() -> None:
@@ -54,14 +55,41 @@ def test_an_eviction_in_quiet_times_lasts_its_time_too() -> None:
 
 def test_what_the_operator_froze_is_neither_thawed_nor_evicted() -> None:
     subject = ladder()
-    assert step(subject, S.FROZEN, queue=0, at_s=0.0) is None
-    assert step(subject, S.FROZEN, queue=0, at_s=100.0) is None
-    assert step(subject, S.FROZEN, queue=9, at_s=200.0) is None
+    assert step(subject, S.FROZEN, queue=0, at_s=0.0, held=True) is None
+    assert step(subject, S.FROZEN, queue=0, at_s=100.0, held=True) is None
+    assert step(subject, S.FROZEN, queue=9, at_s=200.0, held=True) is None
+
+
+def test_what_the_ladder_froze_and_the_operator_then_held_stays() -> None:
+    subject = ladder()
+    step(subject, S.BATCH, queue=1, at_s=0.0)
+    step(subject, S.FROZEN, queue=1, at_s=1.0)
+    assert step(subject, S.FROZEN, queue=1, at_s=9.0, held=True) is None
+    assert step(subject, S.FROZEN, queue=0, at_s=20.0, held=True) is None
+    assert step(subject, S.FROZEN, queue=0, at_s=99.0, held=True) is None
+
+
+@pytest.mark.parametrize(("queue", "after_s", "expected"), [
+    (1, 2.0, LadderStep.EVICT), (0, 5.0, LadderStep.THAW),
+])  # fmt: skip
+def test_a_new_ladder_goes_on_with_what_it_finds_frozen(
+    queue: int, after_s: float, expected: LadderStep
+) -> None:
+    subject = ladder()
+    assert step(subject, S.FROZEN, queue=queue, at_s=100.0) is None
+    assert step(subject, S.FROZEN, queue=queue, at_s=99.9 + after_s) is None
+    assert step(subject, S.FROZEN, queue=queue, at_s=100.0 + after_s) is expected
 
 
 def test_without_a_condition_nothing_is_done() -> None:
     subject = Ladder(LadderSettings(None, 0.0, 0.0))
     assert step(subject, S.BATCH, queue=9, at_s=0.0) is None
+
+
+def test_what_a_ladder_of_yesterday_left_frozen_is_thawed_when_there_is_none_today() -> None:
+    subject = Ladder(LadderSettings(None, None, None))
+    assert step(subject, S.FROZEN, queue=9, at_s=0.0) is LadderStep.THAW
+    assert step(subject, S.FROZEN, queue=9, at_s=0.0, held=True) is None
 
 
 @pytest.mark.parametrize(
