@@ -84,8 +84,6 @@ def _kind(shape: Shape, field: FieldInfo) -> str:
 
 
 def _leaf_kind(leaf: Leaf, field: FieldInfo) -> str:
-    if field.annotation is bool:
-        return "`true` or `false`"
     if leaf.choices:
         return " or ".join(f"`{choice}`" for choice in leaf.choices)
     if leaf.unit:
@@ -111,6 +109,4 @@ def _default(shape: Shape, field: FieldInfo) -> str:
         return "required"
     if isinstance(shape, Section):
         return "see below"
-    if field.annotation is bool:
-        return f"`{str(field.get_default()).lower()}`"  # as YAML writes it
     return f"`{write_default(field)}`" if field.get_default() not in (None, "") else "none"

@@ -352,7 +352,7 @@ class Topology(_Model):
     """The data plane, for clients."""
     groups: Annotated[list[Group], Field(min_length=1)]
     """One per model."""
-    core_dumps: bool = False
+    core_dumps: Annotated[bool, Strict()] = False
     """Let processes that crash dump their memory, within the limit (`ulimit -c`) of the supervisor.
     Shared memory is never dumped, but a dump may hold users' texts. Off, nothing is dumped, not
     even where the system pipes dumps to a program."""

@@ -130,6 +130,8 @@ def _shape(annotation: Any, metadata: list[Any]) -> Shape:  # noqa: ANN401 (a ty
 
 
 def _plain(annotation: object, unit: str) -> Leaf:
+    if annotation is bool:
+        return Leaf("true", ("true", "false"))
     examples = {"s": "10s", "bytes": "2GiB"}
     if unit:
         return Leaf(examples[unit], unit=unit)
@@ -164,6 +166,8 @@ def _written(value: object, unit: str) -> str:
         return schema.format_duration(float(str(value)))
     if unit == "bytes":
         return schema.format_size(int(str(value)))
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, list):
-        return f"[{', '.join(str(item) for item in value)}]"
+        return f"[{', '.join(_written(item, '') for item in value)}]"
     return str(value)

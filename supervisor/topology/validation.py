@@ -152,6 +152,16 @@ def _number(value: object, _detail: ErrorDetails, _shape: Shape | None) -> Words
     return f"{_shown(value)} is not a whole number", "write digits only, such as 8"
 
 
+_TRUTHS: Final = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false",
+                  "0": "false"}  # fmt: skip
+"""Words for true and false elsewhere; here they are text and numbers, as in YAML 1.2."""
+
+
+def _truth(value: object, _detail: ErrorDetails, _shape: Shape | None) -> Words:
+    meant = _TRUTHS.get(str(value).lower(), "true or false")
+    return f"{_shown(value)} is not true or false", f"write {meant}"
+
+
 def _text(value: object, _detail: ErrorDetails, _shape: Shape | None) -> Words:
     if isinstance(value, bool | int | float):
         return f"{_shown(value)} is not text", f'write it in quotes: "{_shown(value)}"'
@@ -205,6 +215,7 @@ _WORDS: Final[dict[str, Callable[[object, ErrorDetails, Shape | None], Words]]] 
     "literal_error": _choice,
     "string_pattern_mismatch": _pattern,
     "int_type": _number,
+    "bool_type": _truth,
     "string_type": _text,
     "string_unicode": lambda *_: ("holds half a character", "write printable text"),
     "greater_than": _bound,

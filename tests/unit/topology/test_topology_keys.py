@@ -125,6 +125,39 @@ def test_durations_sizes_and_addresses_arrive_parsed(site: Site) -> None:
             "300 is not a multiple of 128",
             "write 384",
         ),
+        # booleans
+        (
+            "version: 1",
+            "version: 1\ncore_dumps: maybe",
+            2,
+            "core_dumps",
+            "'maybe' is not true or false",
+            "write true or false",
+        ),
+        (
+            "version: 1",
+            "version: 1\ncore_dumps: yes",
+            2,
+            "core_dumps",
+            "'yes' is not true or false",
+            "write true",
+        ),
+        (
+            "version: 1",
+            "version: 1\ncore_dumps: 0",
+            2,
+            "core_dumps",
+            "0 is not true or false",
+            "write false",
+        ),
+        (
+            "version: 1",
+            "version: 1\ncore_dumps:",
+            2,
+            "core_dumps",
+            "nothing is not true or false",
+            "write true or false",
+        ),
         # text and names
         ("name: demo", "name: 7", 2, "name", "7 is not text", 'write it in quotes: "7"'),
         (

@@ -10,8 +10,14 @@ import yaml
 from docs.generate import PAGES, ROOT
 from supervisor.topology import load
 from supervisor.topology.jsonschema import SCHEMA_FILE, json_schema
-from supervisor.topology.schema import format_duration, format_size, parse_duration, parse_size
-from supervisor.topology.shape import Leaf, Section, sections, shape_at
+from supervisor.topology.schema import (
+    Topology,
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_size,
+)
+from supervisor.topology.shape import Leaf, Section, sections, shape_at, write_default
 from tests.unit.topology.site import Site
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -51,6 +57,12 @@ def test_every_default_is_written_as_the_file_takes_it() -> None:
         for key, entry in definition.get("properties", {}).items():
             if "default" in entry and "$ref" not in entry:
                 jsonschema.validate(entry["default"], entry), f"{name}.{key}"
+
+
+def test_a_boolean_is_written_as_yaml_has_it() -> None:
+    field = Topology.model_fields["core_dumps"]
+    assert write_default(field) == "false"
+    assert shape_at(("core_dumps",)) == Leaf("true", choices=("true", "false"))
 
 
 def test_every_key_has_a_meaning() -> None:
