@@ -4,6 +4,8 @@ Invariants
     1. Who waits for an answer waits in running time (`Patience`): an answer that came while the
        supervisor itself did not run counts.
     2. Who waits for a socket to appear waits for the death of its process too.
+    3. A connection that broke is not open any more: it is made again by the unit's pulse, and says
+       nothing about a process that lives.
 """
 
 import asyncio
@@ -41,7 +43,7 @@ class ControlLine:
 
     @property
     def is_open(self) -> bool:
-        """Whether we are connected, as far as we know: who dies closes it."""
+        """Whether we are connected, as far as we know: the next call finds out."""
         return self._client is not None
 
     async def open(
@@ -92,10 +94,15 @@ class ControlLine:
             ConnectionClosedError: not connected, or the process died meanwhile.
             DeadlineExceededError, RemoteError: as the peer behaved.
         """
-        if self._client is None:
+        client = self._client
+        if client is None:
             raise ConnectionClosedError(f"{self._name} is not connected")
         try:
             async with self._services.patience.within(timeout_s):
-                return await self._client.call(verb, params, fds=fds, timeout_s=_FAR_S)
+                return await client.call(verb, params, fds=fds, timeout_s=_FAR_S)
+        except ConnectionClosedError:
+            if self._client is client:
+                self.close()
+            raise
         except TimeoutError as error:
             raise DeadlineExceededError(f"the answer to {verb}", timeout_s=timeout_s) from error

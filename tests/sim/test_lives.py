@@ -310,3 +310,33 @@ def test_what_was_frozen_by_order_outlives_a_crash_of_a_paused_supervisor() -> N
         await stage.whole()
 
     play(story, shape=Shape())
+
+
+@pytest.mark.parametrize("unit", ["a", "b", "batch", "zygote-chat", "cache-chat", "gateway-0"])
+def test_a_connection_that_breaks_is_made_again_and_costs_no_process(unit: str) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.until(lambda: stage.group.engine("batch").state == "batch", "the batch engine",
+                          within_s=20)  # fmt: skip
+        alive = {p.instance for p in stage.world.living()}
+        for _ in range(3):
+            for client in tuple(stage.engine(unit).connections):
+                client.lost()
+            await asyncio.sleep(10)
+            assert {p.instance for p in stage.world.living()} == alive
+            assert stage.engine(unit).connections
+        assert "verdict" not in stage.kinds()
+
+    play(story, shape=Shape())
+
+
+def test_a_standby_whose_connection_broke_a_moment_ago_is_promoted() -> None:
+    async def story(stage: Stage) -> None:
+        await asyncio.sleep(3)
+        for client in tuple(stage.engine("b").connections):
+            client.lost()
+        await asyncio.sleep(2.5)
+        await stage.kill_primary()
+        assert stage.group.primary.name == "b"
+        assert "recovery_failed" not in stage.kinds()
+
+    play(story)
