@@ -102,7 +102,7 @@ def kill_primary(at: Situation, *, kills: int) -> list[Figure]:
 
 def stop_and_switch(at: Situation, *, stops: int, switches: int) -> list[Figure]:
     """Some SIGSTOPs, then switchovers, under streams with short prompts and their own reference."""
-    short = at.short(8, max_tokens=300 * (stops + switches // 2))
+    short = at.short(8, max_tokens=200 * (stops + switches // 2))
     texts = {r.request.name: r.text for r in run_streams(at, short)}
     at = replace(at, requests=short, texts=texts)
 

@@ -60,10 +60,6 @@ class Canary:
         duration_ms = (time.perf_counter() - started) * 1e3
         yield CanaryResult([first, second], duration_ms, time.monotonic_ns())
 
-    def warm_up(self) -> None:
-        """One layer of both steps: the first canary then waits for no kernel and no plan."""
-        self._model.try_layer(self._kv)
-
     def capture(self) -> bool:
         """Capture one of the canary's two steps as a graph; False when both are."""
         if not self._model.device.is_cuda:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from engines.contract import DeviceMemory
+from engines.native.heap import keep_heap
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,6 +76,7 @@ class Device:
         torch.set_num_threads(1)
         if self.is_cuda:
             os.environ.setdefault(*_ONE_CONNECTION)
+            keep_heap()
             torch.cuda.set_device(self.index)
             torch.cuda.init()
             torch.empty(1, device=self.torch_device)

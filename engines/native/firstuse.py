@@ -1,14 +1,12 @@
-"""First uses of a GPU's kernels, in threads beside the rest of a start.
+"""First uses of a GPU's libraries, in threads beside the rest of a start.
 
-A kernel is loaded when it is first used, some milliseconds to a tenth of a second each: 0.6 s of
-an engine's start beside another that decodes. Loading needs no order, and the driver loads several
-at once, so errands that use one or two kernels each are taken, longest first, by whichever thread
-is free. They begin behind the attach and not sooner: beside it they doubled its time.
+A kernel is loaded when it is first used, a library sets itself up at its first call, each some
+milliseconds to a tenth of a second. Loading needs no order, so it runs in threads while the model
+thread opens KV memory and makes its buffers, not sooner: beside the attach it doubled its time.
+Three threads, because eight were slower (docs/benchmarks): the driver loads under one lock.
 
-What is used here is what a step and a choice of tokens use beside matrix products and attention,
-on tensors of no weight. An errand too few costs milliseconds later, one too many costs them here;
-neither changes what is computed. Products and attention are left to the model thread, which uses
-them meanwhile in the model's own shapes: their libraries keep handles and plans by thread.
+What is used here is what a step and a choice of tokens use, on tensors of no weight. An entry too
+few costs milliseconds later, one too many costs them here; neither changes what is computed.
 
 Invariants
     1. Nothing is captured before `wait` says that all is done.
@@ -16,10 +14,9 @@ Invariants
 """
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
@@ -31,13 +28,14 @@ __all__ = ["FirstUses"]
 
 log = logging.getLogger(__name__)
 
-_THREADS: Final = 8
 _WAIT_S: Final = 10.0
 _WIDTH: Final = 1024
 _ROWS: Final = 8
-_BLOCK: Final = 256
+_HEADS: Final = 8
+_HEAD_DIM: Final = 128
+_TOKENS: Final = 128
 
-Errand = Callable[[], object]
+Uses = Callable[[torch.device, torch.dtype], Iterator[object]]
 
 
 class FirstUses:
@@ -45,81 +43,64 @@ class FirstUses:
 
     def __init__(self, device: Device, dtype: str) -> None:
         self._device = device
-        self._errands: queue.SimpleQueue[Errand] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        if not device.is_cuda:
-            return
-        for errand in _Samples(device.torch_device, getattr(torch, dtype)).errands():
-            self._errands.put(errand)
-        for number in range(_THREADS):
-            name = f"first-uses-{number}"
-            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
-            self._threads[-1].start()
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._threads = [
+            threading.Thread(target=self._run, args=(uses,), name=uses.__name__, daemon=True)
+            for uses in (_products, _attention, _layers_and_choices)
+            if device.is_cuda
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def wait(self, *, timeout_s: float = _WAIT_S) -> bool:
-        """Until all are done; False when some are late: they go on, and the log says so."""
+        """Until all are done; False when some are late: they go on, and are named in the log."""
         until_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
-        late = sum(thread.is_alive() for thread in self._threads)
-        if late:
-            log.warning("first uses: %d threads take over %s s", late, timeout_s)
-        return not late
+            if thread.is_alive():
+                log.warning("first uses of %s take over %s s", thread.name, timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
 
-    def _run(self) -> None:
-        torch.cuda.set_device(self._device.index)
-        with torch.inference_mode():
-            while True:
-                try:
-                    errand = self._errands.get_nowait()
-                except queue.Empty:
-                    break
-                try:
-                    errand()
-                except Exception as error:  # noqa: BLE001 - see invariant 2
-                    log.info("first use: %r", error)
+    def _run(self, uses: Uses) -> None:
+        try:
+            torch.cuda.set_device(self._device.index)
+            with torch.inference_mode():
+                for _ in uses(self._device.torch_device, self._dtype):
+                    pass
+            torch.cuda.current_stream().synchronize()
+        except Exception as error:  # noqa: BLE001 - see invariant 2
+            log.info("first uses of %s: %r", uses.__name__, error)
 
 
-class _Samples:
-    """Small tensors of every kind, made without a kernel, and what is done with them."""
+def _products(device: torch.device, dtype: torch.dtype) -> Iterator[object]:
+    rows = torch.zeros(_ROWS, _WIDTH, device=device, dtype=dtype)
+    yield F.linear(rows, torch.zeros(_WIDTH, _WIDTH, device=device, dtype=dtype))
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        def zeros(*shape: int, of: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=of).to(device)  # filled on the host: no kernel
 
-        self._device = device
-        self._dtype = dtype
-        self._rows = zeros(_ROWS, _WIDTH, of=dtype)
-        self._wide = zeros(_ROWS, _WIDTH, of=torch.float32)
-        self._exact = zeros(_ROWS, _WIDTH, of=torch.float64)
-        self._ids = zeros(_ROWS, 1, of=torch.int64)
-        self._flags = zeros(_ROWS, 1, of=torch.bool)
+def _attention(device: torch.device, dtype: torch.dtype) -> Iterator[object]:
+    queries = torch.zeros(1, 4 * _HEADS, 2 * _TOKENS, _HEAD_DIM, device=device, dtype=dtype)
+    keys = torch.zeros(1, _HEADS, _TOKENS, _HEAD_DIM, device=device, dtype=dtype)
+    mask = torch.zeros(1, 1, 2 * _TOKENS, _TOKENS, device=device, dtype=dtype)
+    yield F.scaled_dot_product_attention(queries, keys, keys, attn_mask=mask, enable_gqa=True)
 
-    def errands(self) -> tuple[Errand, ...]:
-        """Longest first, as measured on an H200 beside an engine that decodes."""
-        return (
-            lambda: F.embedding(self._ids, self._rows),
-            lambda: self._wide.mean(-1, keepdim=True),
-            lambda: torch.where(self._flags, self._ids, self._ids),
-            lambda: self._wide.pow(2),
-            lambda: torch.sort(self._wide[0], descending=True, stable=True).indices,
-            lambda: self._exact.amax(-1, keepdim=True),
-            lambda: self._exact.view(_ROWS, -1, _BLOCK).sum(-1),
-            lambda: self._exact.view(_ROWS, -1, _BLOCK)[self._ids[:, 0], self._ids[:, 0]],
-            lambda: self._wide.argmax(-1),
-            lambda: torch.isfinite(self._wide).all(-1).to(torch.int64),
-            lambda: (self._wide.to(self._dtype), self._rows.to(torch.float32)),
-            lambda: (self._rows * self._rows, self._wide * self._wide),
-            lambda: (self._rows + self._rows, self._wide + 1e-5, self._ids + 1),
-            lambda: torch.rsqrt(self._wide),
-            lambda: torch.cat((-self._rows, self._rows), dim=-1),
-            lambda: self._rows.clone().index_copy_(0, self._ids[:1, 0], self._rows[:1]),
-            lambda: ((self._ids != 0) & (self._ids <= 1), self._ids.clamp(min=0)),
-            lambda: (self._wide.to(torch.float64), self._ids.to(torch.float32)),
-            lambda: F.silu(self._rows),
-            lambda: (self._wide.cos(), self._wide.sin()),
-            lambda: F.pad(self._exact.div(1.0).sub(0.0).exp(), (0, _WIDTH)),
-            lambda: torch.stack((self._ids, self._ids)),
-            lambda: torch.zeros(_ROWS, device=self._device, dtype=self._dtype),
-            lambda: torch.zeros(_ROWS, device=self._device, dtype=torch.int64),
-        )
+
+def _layers_and_choices(device: torch.device, dtype: torch.dtype) -> Iterator[object]:
+    table = torch.zeros(_WIDTH, _WIDTH, device=device, dtype=dtype)
+    ids = torch.zeros(_ROWS, 1, device=device, dtype=torch.int64)
+    rows = F.embedding(ids, table)
+    yield rows
+    wide = rows.to(torch.float32)
+    yield (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(dtype)
+    yield torch.cat((-rows, rows), dim=-1)
+    yield F.silu(rows) * rows + rows
+    yield ids.float().cos() * ids.float().sin()
+    yield table.index_copy_(0, torch.arange(_ROWS, device=device), rows[:, 0])
+    yield torch.where((ids != 0) & (ids <= 1), ids, ids + 1)
+    logits = rows[:, 0].to(torch.float32)
+    yield torch.stack((logits.argmax(-1), torch.isfinite(logits).all(-1).to(torch.int64)))
+    weights = logits.to(torch.float64).div_(ids + 1.0)
+    weights.sub_(weights.amax(-1, keepdim=True)).exp_()
+    weights = F.pad(weights, (0, _WIDTH))
+    yield weights.view(_ROWS, -1, 256).sum(-1)
+    yield weights.view(_ROWS, -1, 256)[ids[:, 0], ids[:, 0]]
+    yield weights[0][torch.sort(logits[0], descending=True, stable=True).indices]

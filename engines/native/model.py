@@ -232,15 +232,10 @@ class SlotModel:
         return True
 
     def try_layer(self, kv: KvMemoryView) -> None:
-        """Compute one layer of a chunk (in slot 0) and of a decode step, on a GPU.
-
-        That loads kernels and makes the library handles and the attention plan of this thread.
-        `kv` must be writable.
-        """
+        """Compute one layer of a decode step with no row active, on a GPU: it loads kernels."""
         if self._graphs is None:
             return
         with self.first_layers(self._sample_layers):
-            self.prefill(kv, 0, [0], start=0)
             self.decode(kv, [])
         self.device.synchronize()
 

@@ -120,10 +120,6 @@ class Scheduler:
         self.role: Role = "none"  # read by the event loop, written here
         self.epoch = 0
 
-    def warm_up(self) -> None:
-        """Use what steps use, on the canary's memory; before `prepare`, once."""
-        self._canary.warm_up()
-
     def prepare(self) -> None:
         """Capture and rehearse what a promotion needs; before `run`, once."""
         self._model.capture_next(self._memory.kv)

@@ -120,8 +120,8 @@ def start_engine(
         exact=check.exact,
     )
     with torch.inference_mode():
-        scheduler.warm_up()
-        phases.done("first layers")
+        model.try_layer(memory.kv)
+        phases.done("first layer")
         is_loaded = first_uses.wait()
         phases.done("first uses")
         if is_loaded:  # else steps run without graphs until there is time to capture them
