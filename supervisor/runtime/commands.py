@@ -1,6 +1,7 @@
 """What an operator may order: switchover, failover, evict, resume, freeze, thaw, restart.
 
-Every command checks its preconditions under the group's lock, says in the error what to do
+Every command checks its preconditions under a lock (the group's where the pair is concerned, the
+engine's own for a batch engine, so that no failover waits for one), says in the error what to do
 instead, and returns an operation with measured phases. Repeating a command that is already
 fulfilled is not an error. One verb after another, each short: this module is as long as the list.
 """
@@ -22,6 +23,7 @@ from supervisor.errors import (
 from supervisor.runtime.chores import FENCE_S
 from supervisor.runtime.engine import EngineUnit
 from supervisor.runtime.group import GroupRuntime
+from supervisor.runtime.machine import Handle
 from supervisor.runtime.operations import OpenOperation
 
 __all__ = ["GroupCommands"]
@@ -44,21 +46,24 @@ class GroupCommands:
     # ------------------------------------------------------------------ checks
 
     @asynccontextmanager
-    async def _exclusive(self) -> AsyncIterator[None]:
-        """The group's lock, waited for a moment: a recovery is short."""
+    async def _exclusive(self, unit: EngineUnit | None = None) -> AsyncIterator[None]:
+        """The lock of a batch engine, or the group's, waited for a moment: a recovery is short."""
         self._refuse_before_open()
+        lock, what = self._group.lock, self._group.name
+        if unit is not None and unit.is_batch:
+            lock, what = unit.orders, unit.name
         try:
             async with self._group.services.patience.within(_LOCK_S):
-                await self._group.lock.acquire()
+                await lock.acquire()
         except TimeoutError:
             raise ConflictError(
-                f"another operation on {self._group.name} is under way",
+                f"another operation on {what} is under way",
                 hint="see 'supervisor history', and try again",
             ) from None
         try:
             yield
         finally:
-            self._group.lock.release()
+            lock.release()
             self._group.reconcile()
 
     def _refuse_before_open(self) -> None:
@@ -181,28 +186,30 @@ class GroupCommands:
 
     async def evict(self, name: str, *, hold: bool, cause: str = _OPERATOR) -> OpenOperation:
         """Kill the batch engine and wait until its memory is back."""
-        group = self._group
-        async with self._exclusive():
-            unit = self._batch(name)
+        group, unit = self._group, self._batch(name)
+        async with self._exclusive(unit):
             self._refuse_while_paused()
             self._refuse_against_the_operator(unit, cause)
             operation = group.operations.open("evict", group=group.name, engine=name, cause=cause)
             operation.text = f"evict {name}"
             unit.is_held = hold
             try:
-                await self._end_batch(unit, operation)
+                handle = await self._end_batch(unit, operation)
             except UnderstudyError as error:
                 operation.finish("failed", error=str(error))
                 raise
-            operation.finish("done")
+        if handle is not None:  # the kernel needs up to seconds: nobody else waits for that
+            await handle.wait_reaped(timeout_s=_MEMORY_BACK_S)
+        operation.phase("memory")
+        operation.finish("done")
         total_s = operation.phases_ms["total"] / 1000
         group.services.metrics.eviction(group.name, name, "done", total_s)
         group.services.metrics.batch_action(group.name, "evict", "done", total_s)
         unit.emit("evicted", f"{name} was evicted", phases_ms=operation.rounded_ms())
         return operation
 
-    async def _end_batch(self, unit: EngineUnit, operation: OpenOperation) -> None:
-        """Fence it, whoever began, and wait until the kernel has freed its memory."""
+    async def _end_batch(self, unit: EngineUnit, operation: OpenOperation) -> Handle | None:
+        """Fence it, whoever began; the process whose memory comes back, if there was one."""
         await self._end_of_fence(unit)
         handle = None
         if unit.state in ALIVE:
@@ -215,9 +222,7 @@ class GroupCommands:
         if unit.state is not _S.EVICTED:  # at once, or it would be started again
             unit.apply(StateEvent.EVICTION_COMPLETED)
         operation.phase("fence")
-        if handle is not None:
-            await handle.wait_reaped(timeout_s=_MEMORY_BACK_S)
-        operation.phase("memory")
+        return handle
 
     async def _end_of_fence(self, unit: EngineUnit) -> None:
         """Somebody fences it already: wait for the outcome."""
@@ -260,9 +265,8 @@ class GroupCommands:
 
     async def freeze(self, name: str, *, cause: str = _OPERATOR) -> OpenOperation:
         """Stop the batch engine's compute at once; its memory stays."""
-        group = self._group
-        async with self._exclusive():
-            unit = self._batch(name)
+        group, unit = self._group, self._batch(name)
+        async with self._exclusive(unit):
             self._refuse_while_paused()
             if unit.state not in (_S.BATCH, _S.FROZEN) or unit.handle is None:
                 raise PreconditionError(
@@ -283,9 +287,8 @@ class GroupCommands:
 
     async def thaw(self, name: str, *, cause: str = _OPERATOR) -> OpenOperation:
         """Let a frozen batch engine go on."""
-        group = self._group
-        async with self._exclusive():
-            unit = self._batch(name)
+        group, unit = self._group, self._batch(name)
+        async with self._exclusive(unit):
             self._refuse_while_paused()
             self._refuse_against_the_operator(unit, cause)
             if unit.state not in (_S.BATCH, _S.FROZEN):
@@ -317,7 +320,7 @@ class GroupCommands:
         unit = group.engine(name)
         if unit.state in (_S.EVICTED, _S.FATAL):
             return await self.resume(name)
-        async with self._exclusive():
+        async with self._exclusive(unit):
             self._refuse_while_paused()
             if unit is group.primary:
                 raise PreconditionError(

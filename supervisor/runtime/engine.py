@@ -79,6 +79,7 @@ class EngineUnit(Unit):
         self.is_being_fenced = False  # somebody waits for the evidence
         self.failure = ""
         self.judged_ns = 0  # when the verdict was last given
+        self.orders = asyncio.Lock()  # one at a time to a batch engine, beside the group's lock
         self.role_epoch = 0  # the epoch under which the current instance got its role
         self._group = group
         self._load = load

@@ -5,7 +5,8 @@ runs as one task at a time under `lock`; chores run beside it, one per unit. Wha
 calls `reconcile` again, so no step needs to know the next.
 
 Invariants
-    1. At most one recovery or operator operation per group at a time (`lock`).
+    1. At most one recovery or operator operation on the pair at a time (`lock`), and one on a batch
+       engine (`EngineUnit.orders`): what concerns a batch engine alone delays no failover.
     2. State moves by the table only (`EngineUnit.apply`); the runtime never sets it.
     3. Routes are derived from states (`route`) and pushed whenever they differ from what was
        pushed last; nobody assembles a route by hand.
@@ -221,7 +222,8 @@ class GroupRuntime:
         if not self.is_open:
             return True  # what was found is still looked at, which thaws and freezes
         fences = any(key == "recovery" or key.startswith("fence ") for key in self.tasks)
-        return self.lock.locked() or fences or any(e.is_forking for e in self.engines)
+        is_ordered = self.lock.locked() or any(e.orders.locked() for e in self.engines)
+        return is_ordered or fences or any(e.is_forking for e in self.engines)
 
     def _publish_if_changed(self) -> None:
         route = self.route()

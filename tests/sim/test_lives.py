@@ -340,3 +340,29 @@ def test_a_standby_whose_connection_broke_a_moment_ago_is_promoted() -> None:
         assert "recovery_failed" not in stage.kinds()
 
     play(story)
+
+
+@pytest.mark.parametrize("order", ["evict", "freeze"])
+def test_an_order_to_the_batch_engine_delays_no_failover(order: str) -> None:
+    """It waits for the kernel: for memory that comes back, or for a stop that is not seen."""
+
+    async def story(stage: Stage) -> None:
+        unit = stage.group.engine("batch")
+        await stage.until(lambda: unit.state == "batch", "the batch engine", within_s=20)
+        proc = stage.engine("batch")
+        proc.is_blemished = order
+        proc.stop = lambda: None  # type: ignore[method-assign]
+        proc._tear_down = lambda: None  # type: ignore[method-assign]
+        controller = stage.keeper.life.controller
+        work = controller.evict("batch", False, False) if order == "evict" else (
+            controller.freeze("batch")
+        )  # fmt: skip
+        task = asyncio.create_task(stage.order(work))
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        began_s = stage.world.clock.monotonic()
+        await stage.kill_primary()
+        assert stage.world.clock.monotonic() - began_s < 0.1
+        await task
+
+    play(story, shape=Shape())

@@ -209,11 +209,11 @@ def test_the_operators_freeze_comes_before_a_step_of_the_ladder_that_waits(step:
         stage.world.pressure = 3
         await stage.until(lambda: unit.state is S.FROZEN, "a freeze", within_s=5)
         await stage.until(lambda: group.tasks.is_free("ladder batch"), "its end", within_s=1)
-        await group.lock.acquire()  # a recovery that takes its time
+        await unit.orders.acquire()  # an order that takes its time
         order = asyncio.create_task(stage.order(stage.keeper.life.controller.freeze("batch")))
         stage.world.pressure = 0 if step == "thaw" else 3
         await stage.until(lambda: "ladder batch" in group.tasks, "the ladder's step", within_s=4.5)
-        group.lock.release()
+        unit.orders.release()
         await order
         await asyncio.sleep(10)
         assert unit.state is S.FROZEN
