@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-import msgspec
-
 from cache.errors import RemoteError, UnderstudyError
 from cache.protocol import (
     PROTOCOL,
@@ -164,7 +162,7 @@ class CacheUnit(Unit):
             on_event=self._event,
         )
         try:
-            hello = msgspec.json.decode(raw, type=HelloReply)
+            hello = self.understood(raw, HelloReply)
             if hello.instance != self.instance:
                 raise StartFailedError(f"{self.name}: {hello.instance} answers at its socket")
             await self.refresh()
@@ -174,12 +172,10 @@ class CacheUnit(Unit):
 
     async def refresh(self) -> CacheStatus:
         """Ask for the newest status."""
-        raw = await self.call("status", timeout_s=_CALL_S)
-        return self._take(msgspec.json.decode(raw, type=CacheStatus))
+        return self._take(await self.ask("status", CacheStatus, timeout_s=_CALL_S))
 
     async def _load(self) -> None:
-        raw = await self.call("load", Load(self.load), timeout_s=_CALL_S)
-        self._take(msgspec.json.decode(raw, type=CacheStatus))
+        self._take(await self.ask("load", CacheStatus, Load(self.load), timeout_s=_CALL_S))
         await self._wait_serving()
         assert self.status is not None  # noqa: S101 - serving
         self.emit("weights_loaded", f"{self.name} holds {self.status.weights_bytes} bytes",
@@ -195,7 +191,7 @@ class CacheUnit(Unit):
         )
         for fd in fds:
             os.close(fd)
-        self._take(msgspec.json.decode(raw, type=CacheStatus))
+        self._take(self.understood(raw, CacheStatus))
         await self._wait_serving()
         took_ms = (self.services.clock.monotonic_ns() - begun_ns) / 1e6
         self.emit("memory_donated", f"{self.name} serves the same memory again",
@@ -222,12 +218,13 @@ class CacheUnit(Unit):
             self._let_go_of_the_past(status)
             if self.held is None:
                 attach = Attach(self.load, status.fingerprint, timeout_s=_CALL_S)
-                raw, fds = await self.call_with_fds("attach", attach, timeout_s=_CALL_S)
-                self.held = Held(msgspec.json.decode(raw, type=Attached).manifest, fds)
+                attached, fds = await self.given("attach", Attached, attach, timeout_s=_CALL_S)
+                self.held = Held(attached.manifest, fds)
             if self.held.kv is None and status.kv is not None:
-                opening = KvOpen(status.kv)
-                raw, fds = await self.call_with_fds("kv.open", opening, timeout_s=_CALL_S)
-                self.held.kv, self.held.kv_fds = msgspec.json.decode(raw, type=KvOpened), fds
+                opened, fds = await self.given(
+                    "kv.open", KvOpened, KvOpen(status.kv), timeout_s=_CALL_S
+                )
+                self.held.kv, self.held.kv_fds = opened, fds
 
     def _let_go_of_the_past(self, status: CacheStatus) -> None:
         """The daemon serves other memory now: what we hold would only keep the old copy alive."""
@@ -265,11 +262,11 @@ class CacheUnit(Unit):
         for fd in fds:
             os.close(fd)
         if event.name == "state":
-            status = self._take(msgspec.json.decode(event.params, type=CacheStatus))
+            status = self._take(self.understood(event.params, CacheStatus))
             if status.state == "serving":
                 self.in_background(self._hold_quietly())
         elif event.name == "progress":
-            self._report(msgspec.json.decode(event.params, type=Progress))
+            self._report(self.understood(event.params, Progress))
 
     async def _hold_quietly(self) -> None:
         with contextlib.suppress(UnderstudyError):  # the next state event tries again

@@ -7,9 +7,6 @@ what follows from that is decided anew.
 import logging
 from typing import TYPE_CHECKING, Final, assert_never
 
-import msgspec
-
-from cache.wire import close_all
 from engines.contract import Descriptors
 from supervisor.core.decide import (
     AssignBatch,
@@ -118,15 +115,11 @@ class GroupChores:
             if not engine.is_alive or not engine.is_connected or engine.is_batch:
                 continue
             try:
-                raw, fds = await engine.call_with_fds("descriptors", timeout_s=_DONOR_S)
+                found, fds = await engine.given("descriptors", Descriptors, timeout_s=_DONOR_S)
             except UnderstudyError as error:
                 log.warning("%s gave no descriptors: %s", engine.name, error)
                 continue
-            try:
-                cache.take_donation(msgspec.json.decode(raw, type=Descriptors), fds)
-            except msgspec.MsgspecError:
-                close_all(fds)
-                raise
+            cache.take_donation(found, fds)
             return
 
     async def start_zygote(self) -> None:

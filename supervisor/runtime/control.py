@@ -11,16 +11,16 @@ Invariants
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
 from cache.rpc import Hello
-from supervisor.errors import ConnectionClosedError, DeadlineExceededError
+from supervisor.errors import ConnectionClosedError, DeadlineExceededError, ProtocolError
 from supervisor.runtime.machine import ControlClient, OnEvent
 from supervisor.runtime.services import Services
 
-__all__ = ["ControlLine"]
+__all__ = ["ControlLine", "understood"]
 
 _CONNECT_RETRY_S: Final = 0.02
 _HELLO_S: Final = 2.0  # servers answer hello within milliseconds once they accept
@@ -31,6 +31,20 @@ _NOT_THERE_YET: Final = (
     ConnectionClosedError,
     DeadlineExceededError,  # of a predecessor that cannot be killed, perhaps
 )
+
+T = TypeVar("T")
+
+
+def understood(raw: msgspec.Raw, answer: type[T], *, of: str) -> T:
+    """What somebody sent, as what it should be.
+
+    Raises:
+        ProtocolError: it makes no sense; to whoever asked that is as good as no answer.
+    """
+    try:
+        return msgspec.json.decode(raw, type=answer)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"what {of} says makes no sense: {error}") from error
 
 
 class ControlLine:

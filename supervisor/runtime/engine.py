@@ -10,9 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from signal import SIGSTOP
-from typing import Final
-
-import msgspec
+from typing import Final, Literal
 
 from cache.protocol import LoadSpec
 from cache.wire import Event
@@ -24,7 +22,6 @@ from engines.contract import (
     CanaryResult,
     EngineSpec,
     EngineStatus,
-    Role,
 )
 from supervisor.core.deaths import DeathRecord, sentence_of
 from supervisor.core.restart import RestartPolicy
@@ -191,7 +188,7 @@ class EngineUnit(Unit):
             timeout_s=timeout_s,
             on_event=self._event,
         )
-        self._take_status(msgspec.json.decode(raw, type=EngineStatus))
+        self._take_status(self.understood(raw, EngineStatus))
         try:
             await self._map_progress()
         except (UnderstudyError, OSError):
@@ -264,15 +261,15 @@ class EngineUnit(Unit):
 
     # -------------------------------------------------------------------- roles
 
-    async def assume(self, role: Role, epoch: int, *, timeout_s: float) -> Assumed:
+    async def assume(
+        self, role: Literal["primary", "standby", "batch"], epoch: int, *, timeout_s: float
+    ) -> Assumed:
         """Tell the engine its role; it adopts or gives up the KV arena before it answers."""
-        raw = await self.call("assume", Assume(role, epoch), timeout_s=timeout_s)  # type: ignore[arg-type]
-        return msgspec.json.decode(raw, type=Assumed)
+        return await self.ask("assume", Assumed, Assume(role, epoch), timeout_s=timeout_s)
 
     async def run_canary(self, *, timeout_s: float) -> CanaryResult:
         """Ask the built-in question."""
-        raw = await self.call("canary", timeout_s=timeout_s)
-        self.canary = msgspec.json.decode(raw, type=CanaryResult)
+        self.canary = await self.ask("canary", CanaryResult, timeout_s=timeout_s)
         return self.canary
 
     def freeze(self) -> None:
@@ -375,7 +372,7 @@ class EngineUnit(Unit):
         for fd in fds:
             os.close(fd)
         if event.name == "state":
-            self._take_status(msgspec.json.decode(event.params, type=EngineStatus))
+            self._take_status(self.understood(event.params, EngineStatus))
 
     def _take_status(self, status: EngineStatus) -> None:
         self.status = status
@@ -384,7 +381,6 @@ class EngineUnit(Unit):
     async def refresh(self, *, timeout_s: float) -> EngineStatus | None:
         """Ask for the newest status; None when it does not answer."""
         with contextlib.suppress(UnderstudyError):
-            raw = await self.call("status", timeout_s=timeout_s)
-            self._take_status(msgspec.json.decode(raw, type=EngineStatus))
+            self._take_status(await self.ask("status", EngineStatus, timeout_s=timeout_s))
             return self.status
         return None

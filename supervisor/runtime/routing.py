@@ -11,8 +11,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import msgspec
-
 from cache.errors import UnderstudyError
 from supervisor.gateway.protocol import GroupRoute, Routes, RoutesAck
 from supervisor.runtime.machine import Clock
@@ -87,11 +85,10 @@ class RouteTable:
         self, worker: GatewayUnit, table: Routes, timeout_s: float
     ) -> RoutesAck | None:
         try:
-            raw = await worker.call("routes", table, timeout_s=timeout_s)
+            ack = await worker.ask("routes", RoutesAck, table, timeout_s=timeout_s)
         except UnderstudyError as error:
             worker.emit("route_unconfirmed", f"{worker.name} did not confirm the routes: {error}")
             return None
-        ack = msgspec.json.decode(raw, type=RoutesAck)
         if ack.sequence != table.sequence:
             worker.emit("route_unconfirmed", f"{worker.name} has newer routes than these in force")
         return ack

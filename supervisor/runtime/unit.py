@@ -20,8 +20,9 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from cache.rpc import Hello
+from cache.wire import close_all
 from supervisor.core.restart import RestartPolicy
-from supervisor.errors import MachineRefusedError, StartFailedError
+from supervisor.errors import MachineRefusedError, ProtocolError, StartFailedError
 from supervisor.process import (
     ExitEvidence,
     FenceEvidence,
@@ -30,7 +31,7 @@ from supervisor.process import (
     ProcessId,
 )
 from supervisor.runtime.background import Background
-from supervisor.runtime.control import ControlLine
+from supervisor.runtime.control import ControlLine, T, understood
 from supervisor.runtime.lastwords import code_of, log_bytes, log_tail
 from supervisor.runtime.launch import child_environment, python_module, specification
 from supervisor.runtime.machine import ExitWatch, Handle, OnEvent
@@ -372,6 +373,32 @@ class Unit:
         for fd in fds:
             os.close(fd)
         return raw
+
+    async def ask(
+        self, verb: str, answer: type[T], params: object = None, *, timeout_s: float
+    ) -> T:
+        """One control request whose answer matters.
+
+        Raises:
+            ConnectionClosedError, DeadlineExceededError, RemoteError: as `call`.
+            ProtocolError: the answer makes no sense.
+        """
+        return self.understood(await self.call(verb, params, timeout_s=timeout_s), answer)
+
+    async def given(
+        self, verb: str, answer: type[T], params: object = None, *, timeout_s: float
+    ) -> tuple[T, list[int]]:
+        """Like `ask`, for what comes with descriptors: they are the caller's."""
+        raw, fds = await self.call_with_fds(verb, params, timeout_s=timeout_s)
+        try:
+            return self.understood(raw, answer), fds
+        except ProtocolError:
+            close_all(fds)
+            raise
+
+    def understood(self, raw: msgspec.Raw, answer: type[T]) -> T:
+        """What the instance sent, as what it should be; else a `ProtocolError`."""
+        return understood(raw, answer, of=self.name)
 
     async def call_with_fds(
         self, verb: str, params: object = None, *, fds: Sequence[int] = (), timeout_s: float

@@ -8,8 +8,6 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-import msgspec
-
 from cache.wire import Event
 from supervisor.core.restart import RestartPolicy
 from supervisor.gateway.protocol import (
@@ -81,12 +79,11 @@ class GatewayUnit(Unit):
             timeout_s=timeout_s,
             on_event=self._event,
         )
-        self.status = msgspec.json.decode(raw, type=GatewayStatus)
+        self.status = self.understood(raw, GatewayStatus)
 
     async def refresh(self, *, timeout_s: float) -> None:
         """Ask for the newest status."""
-        raw = await self.call("status", timeout_s=timeout_s)
-        self.status = msgspec.json.decode(raw, type=GatewayStatus)
+        self.status = await self.ask("status", GatewayStatus, timeout_s=timeout_s)
 
     async def listener(self) -> socket.socket:
         """The listening socket, from a worker that outlived its supervisor."""
@@ -104,12 +101,9 @@ class GatewayUnit(Unit):
         for fd in fds:
             os.close(fd)
         if event.name == "first_token":
-            self._on_first_token(msgspec.json.decode(event.params, type=FirstToken))
+            self._on_first_token(self.understood(event.params, FirstToken))
         elif event.name == "stats":
-            before, self.status = (
-                self.status,
-                msgspec.json.decode(event.params, type=GatewayStatus),
-            )
+            before, self.status = self.status, self.understood(event.params, GatewayStatus)
             self.services.metrics.set_gateway(self.name, self.status)
             self._note_poison(before, self.status)
 

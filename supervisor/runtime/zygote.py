@@ -3,15 +3,12 @@
 import os
 from collections.abc import Callable
 
-import msgspec
-
 from cache.protocol import LoadSpec
 from cache.wire import Event
 from engines.contract import (
     ZYGOTE_PROTOCOL,
     ZYGOTE_VERSION,
     ChildRecord,
-    Children,
     EngineSpec,
     Fork,
     ZygoteHello,
@@ -81,7 +78,7 @@ class ZygoteUnit(Unit):
             timeout_s=timeout_s,
             on_event=self._event,
         )
-        self.hello = msgspec.json.decode(raw, type=ZygoteHello)
+        self.hello = self.understood(raw, ZygoteHello)
 
     async def fork(
         self, spec: EngineSpec, marker: str, log_fd: int, *, timeout_s: float
@@ -96,13 +93,8 @@ class ZygoteUnit(Unit):
         )
         for fd in fds:
             os.close(fd)
-        record = msgspec.json.decode(raw, type=ChildRecord)
+        record = self.understood(raw, ChildRecord)
         return ProcessId(record.pid, record.start_ticks, own_boot_id())
-
-    async def children(self, *, timeout_s: float) -> list[ChildRecord]:
-        """Its living children and the last ones that it reaped."""
-        raw = await self.call("children", timeout_s=timeout_s)
-        return msgspec.json.decode(raw, type=Children).children
 
     def on_death(self, process: ProcessId) -> None:
         """Without it engines go on; only new ones need a new zygote."""
@@ -113,4 +105,4 @@ class ZygoteUnit(Unit):
         for fd in fds:
             os.close(fd)
         if event.name == "exited":
-            self._on_exit_report(msgspec.json.decode(event.params, type=ChildRecord))
+            self._on_exit_report(self.understood(event.params, ChildRecord))

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from msgspec.structs import replace as replace_struct
@@ -366,3 +366,34 @@ def test_an_order_to_the_batch_engine_delays_no_failover(order: str) -> None:
         await task
 
     play(story, shape=Shape())
+
+
+@pytest.mark.parametrize(("unit", "verb"), [
+    ("b", "assume"), ("b", "canary"), ("b", "descriptors"), ("b", "status"),
+    ("gateway-0", "routes"), ("gateway-0", "status"), ("cache-chat", "status"),
+    ("cache-chat", "attach"), ("zygote-chat", "fork"),
+])  # fmt: skip
+def test_an_answer_that_makes_no_sense_is_no_answer_and_stops_nothing(unit: str, verb: str) -> None:
+    async def story(stage: Stage) -> None:
+        proc = stage.engine(unit)
+        proc.is_blemished = "mad"
+        handle = proc.handle
+
+        def mad(asked: str, params: Any, memories: Any, reply: Any) -> None:
+            if asked == verb:
+                reply([7, "nonsense"])
+            else:
+                handle(asked, params, memories, reply)
+
+        proc.handle = mad  # type: ignore[method-assign,assignment]
+        await asyncio.sleep(3)
+        if verb == "descriptors":
+            await stage.crash_supervisor()
+            stage.engine("cache-chat").is_blemished = "kill"
+            stage.engine("cache-chat").kill()
+        await stage.kill_primary()
+        await stage.crash_supervisor()
+        proc.handle = handle  # type: ignore[method-assign]
+        await stage.whole()
+
+    play(story)
