@@ -84,17 +84,19 @@ class GroupChores:
         """Bring the cache daemon to serve; engines register with it again."""
         cache = self._group.cache
         assert cache is not None  # noqa: S101 - decided from it
-        if self._is_paused:
+        if self._is_paused():
             return
         try:
             if cache.held is None and not cache.is_serving:
                 await self.collect_memory()
+                if self._is_paused():
+                    return  # meanwhile; an engine that is slow to answer takes seconds
             await cache.ensure_serving()
         except UnderstudyError as error:
             cache.emit("cache_failed", f"{cache.name}: {error}")
             if isinstance(error, RemoteError) or cache.starts.has_given_up:
                 self._group.fail_start(error)  # else it is a death or a silence: once more
-            if cache.is_alive and not self._is_paused:
+            if cache.is_alive and not self._is_paused():
                 await cache.end(timeout_s=FENCE_S)
             return
         for engine in self._group.engines:
@@ -104,6 +106,8 @@ class GroupChores:
     async def end_cache(self) -> None:
         """Kill a daemon that does not answer."""
         assert self._group.cache is not None  # noqa: S101 - decided from it
+        if self._is_paused():
+            return
         self._group.cache.emit("cache_silent", f"{self._group.cache.name} does not answer")
         await self._group.cache.end(timeout_s=FENCE_S)
 
@@ -124,7 +128,7 @@ class GroupChores:
 
     async def start_zygote(self) -> None:
         """Start the zygote."""
-        if self._is_paused:
+        if self._is_paused():
             return
         try:
             await self._group.zygote.start(self._group.load, timeout_s=_ZYGOTE_START_S)
@@ -136,18 +140,20 @@ class GroupChores:
                 self._group.zygote.emit(
                     "zygote_given_up", "engines start cold from now on, which takes seconds"
                 )
-            if self._group.zygote.is_alive and not self._is_paused:
+            if self._group.zygote.is_alive and not self._is_paused():
                 await self._group.zygote.end(timeout_s=FENCE_S)
 
     async def end_zygote(self) -> None:
         """Kill a zygote that does not answer."""
+        if self._is_paused():
+            return
         self._group.zygote.emit("zygote_silent", f"{self._group.zygote.name} does not answer")
         await self._group.zygote.end(timeout_s=FENCE_S)
 
     async def start_engine(self, unit: "EngineUnit") -> None:
         """Start an instance and prove it; a failure becomes the verdict DEAD."""
         await self._let_streams_go_on()
-        if self._is_paused or not unit.may_be_spawned:
+        if self._is_paused() or not unit.may_be_spawned:
             return  # decided before a pause or an eviction
         zygote = self._group.zygote if self._group.zygote.is_ready else None
         try:
@@ -245,7 +251,6 @@ class GroupChores:
         unit.confirm_dead()
         return streams_cut
 
-    @property
     def _is_paused(self) -> bool:
         """A chore that was decided before a pause does not begin in it."""
         return self._group.services.is_paused

@@ -221,9 +221,9 @@ class GroupRuntime:
     def _is_acting(self) -> bool:
         if not self.is_open:
             return True  # what was found is still looked at, which thaws and freezes
-        fences = any(key == "recovery" or key.startswith("fence ") for key in self.tasks)
+        ends = any(key == "recovery" or key.startswith(("fence ", "end ")) for key in self.tasks)
         is_ordered = self.lock.locked() or any(e.orders.locked() for e in self.engines)
-        return is_ordered or fences or any(e.is_forking for e in self.engines)
+        return is_ordered or ends or any(e.is_forking for e in self.engines)
 
     def _publish_if_changed(self) -> None:
         route = self.route()

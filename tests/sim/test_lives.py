@@ -14,7 +14,7 @@ from supervisor.gateway.protocol import Routes
 from supervisor.runtime.gateways import GatewayFleet
 from tests.sim.fakes import FakeGateway, FakeZygote
 from tests.sim.machine import FakeMachine
-from tests.sim.proc import ProcState
+from tests.sim.proc import Proc, ProcState
 from tests.sim.schedule import Step, draw
 from tests.sim.shapes import Shape
 from tests.sim.simulate import simulate
@@ -394,6 +394,66 @@ def test_an_answer_that_makes_no_sense_is_no_answer_and_stops_nothing(unit: str,
         await stage.kill_primary()
         await stage.crash_supervisor()
         proc.handle = handle  # type: ignore[method-assign]
+        await stage.whole()
+
+    play(story)
+
+
+def test_a_daemon_whose_start_has_begun_is_not_started_behind_a_pause() -> None:
+    """Its memory is still collected from an engine when the operator pauses."""
+
+    async def story(stage: Stage) -> None:
+        for name in ("a", "b"):
+            _answers_late(stage.engine(name), "descriptors", 1.0)
+        await asyncio.sleep(1.5)
+        before = stage.keeper.life
+        before.kill()
+        stage.engine("cache-chat").is_blemished = "kill"
+        stage.engine("cache-chat").kill()
+        await stage.until(lambda: stage.keeper.life is not before and "cache" in stage.group.tasks,
+                          "the start of the daemon", within_s=10)  # fmt: skip
+        await stage.keeper.life.controller.pause()
+        born = stage.world.births["cache-chat"]
+        await asyncio.sleep(5)
+        assert stage.world.births["cache-chat"] == born
+        await stage.keeper.life.controller.unpause()
+        await stage.whole()
+
+    play(story)
+
+
+def _answers_late(proc: Proc, late: str, delay_s: float) -> None:
+    handle = proc.handle
+
+    def slowly(verb: str, params: Any, memories: Any, reply: Any) -> None:
+        if verb == late:
+            proc.later(delay_s, lambda: handle(verb, params, memories, reply))
+        else:
+            handle(verb, params, memories, reply)
+
+    proc.handle = slowly  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("unit", ["zygote-chat", "cache-chat"])
+def test_a_helper_that_is_silent_is_not_ended_in_the_moment_of_a_pause(unit: str) -> None:
+    async def story(stage: Stage) -> None:
+        proc = stage.engine(unit)
+        proc.is_blemished = "stop"
+        proc.stop()
+        tasks, key = stage.group.tasks, f"end {unit.partition('-')[0]}"
+        run = tasks.run
+
+        def run_and_pause(what: str, work: Any) -> None:
+            run(what, work)
+            if what == key:
+                stage.keeper.life.services.is_paused = True
+
+        tasks.run = run_and_pause
+        await stage.until(lambda: stage.keeper.life.services.is_paused, "its end", within_s=20)
+        tasks.run = run
+        await asyncio.sleep(5)
+        assert stage.engine(unit) is proc
+        await stage.keeper.life.controller.unpause()
         await stage.whole()
 
     play(story)
