@@ -142,8 +142,10 @@ class EngineUnit(Unit):
         instance = self.begin()
         self._forget()
         spec = self._spec(instance, load_timeout_s)
+        how = "cold"
         with self.starts.refusals():
             if zygote is not None and zygote.is_ready:
+                how = "zygote"
                 process = await self._fork(zygote, spec)
                 if self.state is not EngineState.STARTING:  # nobody waited for a fork so slow
                     raise StartFailedError(f"{self.name} is {self.state}, its fork came too late",
@@ -155,7 +157,6 @@ class EngineUnit(Unit):
             await self._wait_ready(self._group.health.start_timeout + load_timeout_s)
         took_s = self.uptime_s
         attach_ms = self.status.attach_ms if self.status is not None else None
-        how = "zygote" if zygote is not None and zygote.is_ready else "cold"
         self.services.metrics.engine_started(self.group, how, took_s)
         if attach_ms is not None:
             self.services.metrics.attach(self.group, attach_ms / 1000)

@@ -25,6 +25,7 @@ __all__ = ["GatewayFleet"]
 
 _PUSH_S: Final = 2.0
 _FENCE_S: Final = 2.0
+_LOOK_S: Final = 0.02
 
 
 class GatewayFleet:
@@ -183,12 +184,12 @@ class GatewayFleet:
 
     async def first_ready(self, *, timeout_s: float) -> bool:
         """Wait until one worker answers."""
-        deadline = self._services.clock.monotonic() + timeout_s
-        while self._services.clock.monotonic() < deadline:
-            if any(w.is_connected for w in self.workers):
-                return True
-            await asyncio.sleep(0.02)
-        return False
+        deadline = self._services.patience.deadline(timeout_s)
+        while not any(w.is_connected for w in self.workers):
+            if deadline.has_passed:
+                return False
+            await asyncio.sleep(_LOOK_S)
+        return True
 
     def units(self) -> Iterable[GatewayUnit]:
         """The workers, for status and stop."""

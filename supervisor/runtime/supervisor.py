@@ -20,6 +20,7 @@ from supervisor.runtime.degraded import Degraded
 from supervisor.runtime.gateways import GatewayFleet
 from supervisor.runtime.group import GroupRuntime
 from supervisor.runtime.keeping import Keeping
+from supervisor.runtime.keyedtasks import KeyedTasks
 from supervisor.runtime.operations import OperationLog
 from supervisor.runtime.services import Services
 from supervisor.runtime.status import gateway_status, group_status
@@ -86,6 +87,7 @@ class SupervisorRuntime:
         self.keeping.recall()
         self._watches = [GroupWatch(g, lag) for g in self.groups]
         self._janitor: asyncio.Task[None] | None = None
+        self._tasks = KeyedTasks(topology.name, on_end=lambda: None)
         self._started_s = services.clock.monotonic()
 
     # ------------------------------------------------------------ start and stop
@@ -197,6 +199,7 @@ class SupervisorRuntime:
         await asyncio.gather(*(u.settle(timeout_s=_BURIAL_S) for u in self.units()))
         if self._janitor is not None:
             self._janitor.cancel()
+        await self._tasks.cancel()
         self.services.machine.reap_orphans(self.services.owned_pids)
         await asyncio.to_thread(self._sweep)
         self.keeping.save()
@@ -257,7 +260,8 @@ class SupervisorRuntime:
                 self._degraded.note()
                 await self.fleet.look_after()
                 if next(rounds) % _SWEEP_ROUNDS == 0:
-                    await self.strays.sweep()
+                    # Beside the rest: to read the environment of a process may hang in the kernel.
+                    self._tasks.run("sweep", self.strays.sweep())
             except Exception:
                 log.exception("house-keeping failed once")
 

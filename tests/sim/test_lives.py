@@ -12,6 +12,7 @@ from msgspec.structs import replace as replace_struct
 from supervisor.errors import MachineRefusedError
 from supervisor.gateway.protocol import Routes
 from supervisor.runtime.gateways import GatewayFleet
+from supervisor.runtime.machine import LeftBehind
 from tests.sim.fakes import FakeGateway, FakeZygote
 from tests.sim.machine import FakeMachine
 from tests.sim.proc import Proc, ProcState
@@ -455,5 +456,54 @@ def test_a_helper_that_is_silent_is_not_ended_in_the_moment_of_a_pause(unit: str
         assert stage.engine(unit) is proc
         await stage.keeper.life.controller.unpause()
         await stage.whole()
+
+    play(story)
+
+
+def test_a_look_for_strays_that_hangs_in_the_kernel_stops_no_housekeeping() -> None:
+    """The environment of a process whose memory is locked cannot be read, for as long as it is."""
+
+    async def story(stage: Stage) -> None:
+        gate, looks = asyncio.Event(), 0
+
+        async def hang(state_id: str) -> list[LeftBehind]:
+            nonlocal looks
+            looks += 1
+            await gate.wait()
+            return []
+
+        machine = stage.keeper.life.machine
+        look, machine.left_behind = machine.left_behind, hang  # type: ignore[method-assign]
+        await asyncio.sleep(12)
+        assert looks == 1
+        await stage.order(stage.keeper.life.controller.freeze("batch"))
+        stage.engine("gateway-0").is_blemished = "stop"
+        stopped = stage.engine("gateway-0")
+        stopped.stop()
+        await asyncio.sleep(10)
+        assert stage.keeper.disk.state.held == ["batch"]
+        assert stage.engine("gateway-0") is not stopped
+        machine.left_behind = look  # type: ignore[method-assign]
+        gate.set()
+        await stage.whole()
+
+    play(story, shape=Shape())
+
+
+def test_a_start_is_not_given_up_because_the_machine_slept_before_a_worker_answered() -> None:
+    async def story(stage: Stage) -> None:
+        await asyncio.sleep(1.5)
+        stage.keeper.life.kill()
+        for proc in stage.world.living():
+            proc.is_blemished = "kill"
+            proc.kill()
+        stage.world.doomed["gateway-0"] = 3
+        await asyncio.sleep(1)
+        life = stage.keeper.life
+        await stage.until(lambda: stage.group.is_serving, "service", within_s=10)
+        assert not stage.keeper.life.runtime.is_ready
+        stage.world.clock.stall(70)
+        await stage.whole(within_s=100)
+        assert stage.keeper.life is life
 
     play(story)
