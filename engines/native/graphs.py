@@ -9,7 +9,7 @@ Capturing computes nothing, so a standby captures against KV memory that it may 
 step before it, which loads kernels and makes attention plans, runs with no row active.
 
 A capture takes some 80 ms for 32 layers. The step that is captured may raise
-`CaptureAbandonedError` between two layers, when something more urgent came: nothing is kept then.
+`StepAbandonedError` between two layers, when something more urgent came: nothing is kept then.
 
 WARNING: the driver gives up the capture under way when a graph is destroyed meanwhile, whoever
 does it. So no garbage is collected during a capture, and a graph that was given up is destroyed
@@ -27,15 +27,15 @@ import torch
 from engines.native.kv import KvMemoryView
 from engines.native.logits import summarise
 
-__all__ = ["CaptureAbandonedError", "StepGraphs", "StepKind"]
+__all__ = ["StepAbandonedError", "StepGraphs", "StepKind"]
 
 StepKind = Literal["decode", "prefill"]
 _ERROR_MODE: Final = "thread_local"
 """Other threads of the process may ask the driver something during a capture."""
 
 
-class CaptureAbandonedError(Exception):
-    """Something more urgent came: the capture can be made again later."""
+class StepAbandonedError(Exception):
+    """Something more urgent came: the capture, or the canary, can be begun again later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class StepGraphs:
         """Capture `step`, which gives float32 logits, after one `rehearse`.
 
         Raises:
-            CaptureAbandonedError: `step` gave up; as if it had never been begun.
+            StepAbandonedError: `step` gave up; as if it had never been begun.
         """
         results = self._results[kind]
         rehearse()
@@ -99,7 +99,7 @@ class StepGraphs:
                 logits = step()
                 results.logits.copy_(logits)
                 results.summary.copy_(summarise(logits))
-        except CaptureAbandonedError:
+        except StepAbandonedError:
             graph.reset()
             raise
         self._graphs[_Key(kind, id(kv), attended_tokens)] = (graph, kv)

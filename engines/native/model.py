@@ -29,7 +29,7 @@ from engines.native.attention import RowPasts, SlotWindow, StepInputs
 from engines.native.binding import bind
 from engines.native.device import HOST, Device, InputBuffer
 from engines.native.experts import ExpertsMode, experts_mode
-from engines.native.graphs import CaptureAbandonedError, StepGraphs, StepKind
+from engines.native.graphs import StepAbandonedError, StepGraphs, StepKind
 from engines.native.kv import KvMemoryView
 from engines.native.logits import Choice, DeviceChooser, DeviceLogits, HostLogits, Logits
 from engines.native.skeleton import Skeleton
@@ -188,15 +188,18 @@ class SlotModel:
 
     @contextmanager
     def giving_way(self, *, once: Callable[[], bool]) -> Iterator[None]:
-        """In this block a capture is given up between two layers, silently, `once` that holds."""
+        """In this block a step is given up between two layers, silently, `once` that holds.
+
+        A step that is captured already runs to its end: it is one launch.
+        """
 
         def give_way() -> None:
             if once():
-                raise CaptureAbandonedError
+                raise StepAbandonedError
 
         self._before_layer = give_way
         try:
-            with suppress(CaptureAbandonedError):
+            with suppress(StepAbandonedError):
                 yield
         finally:
             self._before_layer = None

@@ -460,18 +460,31 @@ class Scheduler:
         if self._may_capture and is_quiet and self._canary.capture():
             return
         command, pieces = self._canaries[0]
+        result = None
+        is_done = False
         try:
-            result = next(pieces)
+            with self._model.giving_way(once=self._is_ordered_elsewhere):
+                result = next(pieces)
+                is_done = True
         except CanaryFailedError as error:
             self._canaries.popleft()
             if command.future.set_running_or_notify_cancel():
                 command.future.set_exception(error)
             return
-        if result is not None:
+        if not is_done:  # begun again behind the order
+            self._canaries[0] = (command, self._canary.pieces())
+        elif result is not None:
             self._canaries.popleft()
             self._meter.counters.canaries += 1
             if command.future.set_running_or_notify_cancel():
                 command.future.set_result(result)
+
+    def _is_ordered_elsewhere(self) -> bool:
+        """Whether a standby has an order: it may be the promotion that streams wait for.
+
+        A primary has orders all the time, and would never come to the end of a canary.
+        """
+        return self.role == "standby" and not self._inbox.empty()
 
     # ------------------------------------------------------------- ends of rows
 

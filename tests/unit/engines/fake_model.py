@@ -6,9 +6,9 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -27,6 +27,7 @@ from engines.contract import (
 )
 from engines.native.commands import AssumeRole, Flushed, Stop, Submit
 from engines.native.device import HOST
+from engines.native.graphs import StepAbandonedError
 from engines.native.logits import HostLogits
 from engines.native.memory import PrivateMemory
 from engines.native.meter import Meter
@@ -67,8 +68,23 @@ class FakeModel:
         self.steps: list[str] = []
         self.broken_slots: set[int] = set()
         self.step_s = 0.0
+        self.before_layer: Callable[[], None] | None = None  # what a test does there
+        self._must_give_way: Callable[[], bool] = lambda: False
+
+    @contextmanager
+    def giving_way(self, *, once: Callable[[], bool]) -> Iterator[None]:
+        self._must_give_way = once
+        try:
+            with suppress(StepAbandonedError):
+                yield
+        finally:
+            self._must_give_way = lambda: False
 
     def prefill(self, _kv: Any, slot: int, ids: list[int], *, start: int) -> Any:
+        if self.before_layer is not None:
+            self.before_layer()
+        if self._must_give_way():
+            raise StepAbandonedError
         self.steps.append(f"prefill {slot}")
         return HostLogits(self._row(slot, ids[-1], start + len(ids) - 1)[None])
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from itertools import pairwise
 
 import pytest
 
 from cache.errors import StaleEpochError
 from cache.slots import SlotState
-from engines.contract import End, GenerateError
-from engines.native.commands import Detach, Pause, ReleaseGateway, Wake
+from engines.contract import Assume, Assumed, CanaryResult, End, GenerateError
+from engines.native.commands import (
+    AssumeRole,
+    Detach,
+    Pause,
+    ReleaseGateway,
+    RunCanary,
+    Wake,
+)
 from engines.native.errors import RoleNotPossibleError
 from engines.native.memory import PrivateMemory
 from engines.native.streams import StreamPort
@@ -296,3 +304,33 @@ def test_an_order_that_the_model_thread_does_not_take_is_work() -> None:
         assert bench.page.get("steps") == 0
         bench.until(lambda: not bench.page.has_work)
         assert bench.page.get("steps") > 0
+
+
+def test_the_canary_of_a_standby_gives_way_to_its_promotion_and_is_answered_behind_it() -> None:
+    model = FakeModel()
+    with running(model, role="standby") as bench:
+        promoted: Future[Assumed] = Future()
+        steps_before: list[int] = []  # asked in the model thread, as soon as it has the role
+        promoted.add_done_callback(lambda _: steps_before.append(len(model.steps)))
+
+        def promote_once() -> None:
+            model.before_layer = None
+            bench.scheduler.post(AssumeRole(Assume("primary", 2), promoted))
+
+        model.before_layer = promote_once
+        canary: Future[CanaryResult] = Future()
+        bench.scheduler.post(RunCanary(canary))
+        assert promoted.result(10).role == "primary"
+        assert len(canary.result(10).token_ids) == 2
+    assert steps_before == [0]
+    assert len(model.steps) == 2
+
+
+def test_the_canary_of_a_primary_gives_way_to_nobody() -> None:
+    """Requests come all the time: it would never be answered."""
+    model = FakeModel()
+    with running(model) as bench:
+        model.before_layer = lambda: bench.scheduler.post(Wake())
+        canary: Future[CanaryResult] = Future()
+        bench.scheduler.post(RunCanary(canary))
+        assert len(canary.result(10).token_ids) == 2
