@@ -57,6 +57,7 @@ class EngineView:
     is_proven: bool = True  # its last known-answer check was right
     is_being_fenced: bool = False  # somebody waits for the evidence already
     is_gone: bool = False  # the end of its process was seen
+    may_act: bool = True  # unless proven dead: it was told to be primary, or nobody knows its role
     is_held: bool = False  # the operator froze it, and has not said otherwise
 
 
@@ -285,11 +286,15 @@ def _candidate(snap: GroupSnapshot) -> EngineView | None:
 
 
 def _who_may_act(snap: GroupSnapshot) -> str:
-    """Who, beside the primary, is condemned or found and not proven dead; empty: nobody."""
+    """Who, beside the primary, might act as one and is not proven dead; empty: nobody.
+
+    A standby that was never told to take over cannot: it has its memory read-only.
+    """
     if snap.has_stray:
         return "a stray"
     unproven = (_S.FENCING, _S.UNKILLABLE)
-    return next((e.name for e in snap.engines if not e.is_batch and e.state in unproven), "")
+    acting = (e for e in snap.engines if not e.is_batch and e.may_act)
+    return next((e.name for e in acting if e.state in unproven), "")
 
 
 def _first_is_coming(snap: GroupSnapshot) -> bool:

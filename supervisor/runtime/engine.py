@@ -42,6 +42,13 @@ __all__ = ["EngineUnit"]
 _STORY_LENGTH: Final = 40
 _BATCH_NICENESS: Final = 10
 _FORK_S: Final = 10.0
+_MAKE_PRIMARY: Final = frozenset({
+    StateEvent.ADOPTED, StateEvent.PROMOTION_ORDERED, StateEvent.PRIMARY_CONFIRMED,
+})  # fmt: skip
+"""From then on it may act as primary, until it says otherwise or is proven dead."""
+_MAKE_HARMLESS: Final = frozenset({
+    StateEvent.SPAWNED, StateEvent.STANDBY_CONFIRMED, StateEvent.BATCH_CONFIRMED,
+})  # fmt: skip
 
 
 class EngineUnit(Unit):
@@ -70,6 +77,7 @@ class EngineUnit(Unit):
         self.status: EngineStatus | None = None
         self.canary: CanaryResult | None = None
         self.is_proven = True
+        self.may_act = False  # as primary: it was told to, or nobody knows its role
         self.is_held = False  # frozen by the operator, or evicted with --hold: it stays so
         self.former_state = ""  # under the last supervisor, as far as its journal says
         self.death_was_ours = False
@@ -104,6 +112,7 @@ class EngineUnit(Unit):
         )
         self._story.append(f"{old} --{event}--> {self.state}")
         self.has_served = self.has_served or event is StateEvent.PRIMARY_CONFIRMED
+        self.may_act = event in _MAKE_PRIMARY or (self.may_act and event not in _MAKE_HARMLESS)
         self.services.metrics.set_engine(self.group, self.name, self.state, self.verdict)
         self.emit("engine_state", f"{self.name} is {self.state}", state=self.state, was=old,
                   instance=self.instance, pid=self.pid)  # fmt: skip

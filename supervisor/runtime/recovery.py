@@ -110,8 +110,8 @@ class Recovery:
         if unit.state not in (EngineState.STANDBY, EngineState.READY):
             # It died while the old primary was fenced; whoever is fit then is chosen anew.
             raise PreconditionError(f"{unit.name} is {unit.state} by now")
-        unfenced = (*SERVING, EngineState.FENCING, EngineState.UNKILLABLE)
-        fenced = all(e.state not in unfenced for e in others)
+        unproven = (EngineState.FENCING, EngineState.UNKILLABLE)
+        fenced = not any(e.state in SERVING or (e.state in unproven and e.may_act) for e in others)
         unit.apply(StateEvent.PROMOTION_ORDERED, Facts(predecessor_fenced=fenced))
         group.set_epoch(epoch)  # before the order: one whose answer is lost may be obeyed
         try:

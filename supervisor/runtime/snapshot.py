@@ -52,6 +52,7 @@ def _view_of(engine: "EngineUnit") -> EngineView:
         is_proven=engine.is_proven,
         is_being_fenced=engine.is_being_fenced,
         is_gone=engine.is_lost,
+        may_act=engine.may_act,
         is_held=engine.is_held,
     )
 

@@ -98,20 +98,41 @@ def test_an_unkillable_engine_that_no_journal_knows_is_attested_as_well() -> Non
     play(story)
 
 
-def test_a_hung_primary_is_left_alone_while_an_unkillable_standby_forbids_promotions() -> None:
+@pytest.mark.parametrize("fate", ["killed", "hung"])
+def test_a_standby_that_cannot_be_killed_forbids_no_failover(fate: str) -> None:
+    """It was never told to act as primary, and it has its memory read-only."""
+
     async def story(stage: Stage) -> None:
         await stage.until(lambda: len(stage.group.standbys) == 2, "two standbys", within_s=5)
         await make_unkillable(stage, "c", within_s=30)  # only its silence tells
-        hung = stage.engine("a")
-        assert isinstance(hung, FakeEngine)
-        hung.is_blemished = "hang"
-        hung.hang()
-        await asyncio.sleep(20)
-        assert stage.engine("a") is hung, "it was killed though nobody could be promoted"
-        await stage.order(stage.keeper.life.controller.fence("c", True))
-        await stage.until(lambda: stage.group.primary and stage.group.primary.name == "b",
-                          "the failover behind the operator's word", within_s=5)  # fmt: skip
+        if fate == "killed":
+            await stage.kill_primary()
+        else:
+            await stage.hang_primary(is_answered=True)
+        assert stage.group.primary.name == "b"
+        assert stage.status["unkillable"] == ["c"]
         assert "recovery_failed" not in stage.kinds()
+        await stage.whole()
+
+    play(story, shape=Shape(standbys=2, has_batch=False))
+
+
+def test_an_adopted_engine_that_cannot_be_asked_or_killed_might_be_a_primary() -> None:
+    async def story(stage: Stage) -> None:
+        await stage.until(lambda: len(stage.group.standbys) == 2, "two standbys", within_s=5)
+        await make_unkillable(stage, "c", within_s=30)
+        stage.engine("a").is_blemished = "kill"
+        await asyncio.sleep(1.5)
+        before = stage.keeper.life
+        before.kill()
+        stage.engine("a").kill()
+        await stage.until(lambda: stage.keeper.life is not before and stage.group.is_open,
+                          "the next supervisor", within_s=30)  # fmt: skip
+        await asyncio.sleep(10)
+        assert stage.group.primary is None
+        await stage.order(stage.keeper.life.controller.fence("c", True))
+        await stage.until(lambda: stage.group.primary, "the failover behind the operator's word",
+                          within_s=5)  # fmt: skip
 
     play(story, shape=Shape(standbys=2, has_batch=False))
 

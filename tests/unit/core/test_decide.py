@@ -120,11 +120,24 @@ def test_chores_bring_redundancy_back() -> None:
     assert decide(group(b=S.READY)).chores == (AssignStandby("b"),)
 
 
+def with_a_third(state: S, *, may_act: bool) -> GroupSnapshot:
+    """`b` is no standby any more, `d` is one."""
+    snap = group(b=state)
+    other = replace(snap.engines[1], name="d", state=S.STANDBY)
+    third = replace(snap.engines[1], may_act=may_act)
+    return replace(snap, engines=(snap.engines[0], third, snap.engines[2], other))
+
+
+@pytest.mark.parametrize("third", [S.FENCING, S.UNKILLABLE])
+def test_who_was_never_a_primary_and_is_not_proven_dead_forbids_nothing(third: S) -> None:
+    snap = with_a_third(third, may_act=False)
+    for verdict in (Verdict.DEAD, Verdict.HUNG):
+        assert Promote("d", 4) in decide(with_verdict(snap, "a", verdict)).recovery
+
+
 @pytest.mark.parametrize("third", [S.FENCING, S.UNKILLABLE])
 def test_nobody_is_promised_a_promotion_that_the_guard_would_refuse(third: S) -> None:
-    snap = group(b=third)
-    other = replace(snap.engines[1], name="d", state=S.STANDBY)
-    snap = replace(snap, engines=(*snap.engines, other))
+    snap = with_a_third(third, may_act=True)
     decision = decide(with_verdict(snap, "a", Verdict.DEAD))
     assert decision.recovery == (CutRoute(), Fence("a"))
     assert decision.sentence == "a is dead, nobody is promoted before b is proven dead"
@@ -177,6 +190,7 @@ views = st.builds(
     may_start=st.booleans(),
     has_given_up=st.booleans(),
     is_proven=st.booleans(),
+    may_act=st.booleans(),
 )
 
 
@@ -198,7 +212,7 @@ def test_promotion_always_follows_the_fence_of_whoever_may_act(
     before = decision.recovery[: decision.recovery.index(promotions[0])]
     for engine in serving:
         assert Fence(engine.name) in before
-    assert not any(e.state in (S.FENCING, S.UNKILLABLE) for e in named)
+    assert not any(e.may_act and e.state in (S.FENCING, S.UNKILLABLE) for e in named)
     touched = [getattr(a, "engine", "") for a in decision.chores]
     assert promotions[0].engine not in touched
 
