@@ -343,7 +343,7 @@ class GroupCommands:
         group = self._group
         async with self._exclusive():
             unit = group.engine(name)
-            strays = group.strays.of(name)
+            strays = group.strays.unkillable(name)
             if unit.state is not _S.UNKILLABLE and not strays:
                 raise PreconditionError(
                     f"{name} is {unit.state}, not unkillable",

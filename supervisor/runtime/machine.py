@@ -9,6 +9,8 @@ connection by another way.
 """
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from supervisor.process import (
     Marker,
     ProcessHandle,
     ProcessId,
+    ProcessNotReadableError,
     ProcessTree,
     fence,
     find_marked,
@@ -219,7 +222,12 @@ class LocalMachine:
             argv, env=env, log_path=log_path, marker=marker, cwd=cwd, pass_fds=pass_fds,
             core_dumps=self._core_dumps,
         )  # fmt: skip
-        return ProcessHandle.of_child(child)
+        try:
+            return ProcessHandle.of_child(child)
+        except ProcessNotReadableError:  # nobody would own it: it is ended, and reaped as an orphan
+            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+            os.close(child.pidfd)
+            raise
 
     def adopt(self, process: ProcessId, marker: Marker) -> Handle:
         """See `Machine`."""

@@ -32,21 +32,31 @@ class Strays:
         self._services = services
         self._units = units
         self._known: dict[str, LeftBehind] = {}
+        self._unkillable: set[str] = set()  # instances of which no end could be proven
 
     def has_engine_of(self, names: Iterable[str]) -> bool:
         """Whether a stray was once an engine of one of these names."""
         units = {unit_name(instance) for instance in self._known}
         return not units.isdisjoint(names)
 
-    def of(self, name: str) -> list[LeftBehind]:
-        """Strays that were once the unit of this name."""
-        return [left for left in self._known.values() if unit_name(left.instance) == name]
+    def unkillable(self, name: str) -> list[LeftBehind]:
+        """Strays that were once the unit of this name and did not end when they were killed.
+
+        One that is merely known, because a pause keeps us from ending it, is not among them:
+        nobody would ever end what was attested.
+        """
+        return [
+            left
+            for left in self._known.values()
+            if unit_name(left.instance) == name and left.instance in self._unkillable
+        ]
 
     def attest(self, name: str) -> None:
-        """The operator says that those of this name can do no harm: they count no more."""
-        for left in self.of(name):
+        """The operator says that those can do no harm: they count no more."""
+        for left in self.unkillable(name):
             self._services.attested[left.instance] = left.process
             del self._known[left.instance]
+            self._unkillable.discard(left.instance)
 
     def add(self, left: LeftBehind) -> None:
         """Somebody found one."""
@@ -74,8 +84,11 @@ class Strays:
             await self._services.machine.fence(tree, timeout_s=_FENCE_S)
         except UnderstudyError as error:
             log.warning("%s is a stray that does not end: %s", left.instance, error)
+            if left.instance in self._known:
+                self._unkillable.add(left.instance)
             return ""
         self._known.pop(left.instance, None)  # it may have been attested meanwhile
+        self._unkillable.discard(left.instance)
         self._services.paths.forget(left.instance)
         self._services.events.append(
             "stray_ended", f"{left.instance} belonged to nobody and was ended",

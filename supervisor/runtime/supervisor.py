@@ -102,11 +102,13 @@ class SupervisorRuntime:
             UnderstudyError: something that is needed did not come up; the caller stops all.
         """
         found = await adopt(self)
-        for instance in self._former_gateways - set(found.adopted):
+        living = {w.instance for w in self.fleet.workers if w.is_alive}  # also one that is slow
+        for instance in self._former_gateways - living:
             self._gateway_died(instance)  # while no supervisor was there to see it
         if found.adopted or found.ended:
             log.info("adopted %d, ended %d processes", len(found.adopted), len(found.ended))
-        must_serve = not (found.adopted or self.services.is_paused)
+        was_there = bool(found.adopted) or any(u.is_alive for u in self.units())
+        must_serve = not (was_there or self.services.is_paused)
         await self.keeping.reserve_epochs()
         self.fleet.open(may_wait=not must_serve)
         self._is_in_charge = True

@@ -507,3 +507,24 @@ def test_a_start_is_not_given_up_because_the_machine_slept_before_a_worker_answe
         assert stage.keeper.life is life
 
     play(story)
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_slots_are_freed_for_a_dead_worker_and_not_for_one_that_is_slow(is_dead: bool) -> None:
+    async def story(stage: Stage) -> None:
+        await asyncio.sleep(1.5)
+        worker, before = stage.engine("gateway-0"), stage.keeper.life
+        worker.is_blemished = "touched"
+        before.kill()
+        if is_dead:
+            worker.kill()
+        else:
+            worker.slow_s = 3.0
+        await stage.until(lambda: stage.keeper.life is not before and stage.group.is_open,
+                          "the next supervisor", within_s=20)  # fmt: skip
+        worker.slow_s = 0.0
+        await stage.whole()
+        assert is_dead or "not_adopted" in stage.kinds()
+        assert (worker.instance in stage.group._lost_gateways) is is_dead
+
+    play(story)
