@@ -162,6 +162,11 @@ SEEDS: Final[dict[str, Schedule]] = {
     "a_restart_during_an_eviction_brings_the_engine_back": _schedule(
         241, Step(2.6384, "hold", "batch"), Step(2.6689, "restart", "batch"), shape=_FULL
     ),
+    "a_stray_that_a_pause_spares_cannot_be_attested": _schedule(
+        10068906, Step(4.4391, "no_descriptors", "", 0.3), Step(4.4633, "restart", "c"),
+        Step(4.4648, "pause"), Step(5.5745, "attest", "c"),
+        shape=Shape(standbys=2, has_batch=False, has_ladder=True, has_load=True), heals=True,
+    ),
     "a_stop_ends_a_fork_that_is_under_way": _schedule(
         728, Step(0.0464, "failing_loads", "", 5), shape=Shape(standbys=2, has_batch=False)
     ),
