@@ -25,7 +25,7 @@ class Degraded:
         self._look = look
         self._told: dict[str, str] = {}
 
-    def now(self) -> dict[str, str]:
+    def current(self) -> dict[str, str]:
         """Why, by cause."""
         found = self._look() | {
             "descriptors": "no file descriptor is left" if RESERVE.is_short else ""
@@ -35,7 +35,7 @@ class Degraded:
     def note(self) -> None:
         """Events and metric for what has begun and what is over since the last time."""
         RESERVE.fill()
-        before, self._told = self._told, self.now()
+        before, self._told = self._told, self.current()
         self._services.metrics.set_degraded(self._told)
         append = self._services.events.append
         for cause in self._told.keys() - before.keys():

@@ -271,7 +271,7 @@ class SupervisorRuntime:
 
     def degraded(self) -> dict[str, str]:
         """What the supervisor itself lacks now, by cause: serving goes on all the same."""
-        return self._degraded.now()
+        return self._degraded.current()
 
     def _troubles(self) -> dict[str, str]:
         troubles = [f"{u.name}: {u.starts.trouble}" for u in self.units() if u.starts.trouble]
