@@ -204,6 +204,7 @@ class GroupChores:
     async def assign(self, unit: "EngineUnit", event: StateEvent) -> None:
         """Give a proven engine its role without promotion: standby or batch."""
         role = "batch" if event is StateEvent.BATCH_CONFIRMED else "standby"
+        await unit.reach(timeout_s=_ASSUME_S)
         try:
             await unit.assume("batch" if role == "batch" else "standby", self._group.epoch,
                               timeout_s=_ASSUME_S)  # fmt: skip

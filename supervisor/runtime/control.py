@@ -57,8 +57,8 @@ class ControlLine:
 
     @property
     def is_open(self) -> bool:
-        """Whether we are connected, as far as we know: the next call finds out."""
-        return self._client is not None
+        """Whether we are connected; one that the other side has closed is found out at once."""
+        return self._client is not None and not self._client.is_closed
 
     async def open(
         self,

@@ -27,9 +27,15 @@ from supervisor.core.deaths import DeathRecord, sentence_of
 from supervisor.core.restart import RestartPolicy
 from supervisor.core.states import ALIVE, EngineState, Facts, StateEvent, next_state
 from supervisor.core.verdict import ProgressJudge, Sample, Verdict
-from supervisor.errors import DeadlineExceededError, StartFailedError, UnderstudyError
+from supervisor.errors import (
+    DeadlineExceededError,
+    PreconditionError,
+    StartFailedError,
+    UnderstudyError,
+)
 from supervisor.gateway.protocol import RouteTarget
 from supervisor.process import ProcessId, open_log
+from supervisor.runtime.lack import is_our_lack
 from supervisor.runtime.lastwords import code_of
 from supervisor.runtime.progress import MappedProgress
 from supervisor.runtime.services import Services
@@ -42,6 +48,7 @@ __all__ = ["EngineUnit"]
 _STORY_LENGTH: Final = 40
 _BATCH_NICENESS: Final = 10
 _FORK_S: Final = 10.0
+_REACH_AGAIN_S: Final = 0.02
 _MAKE_PRIMARY: Final = frozenset({
     StateEvent.ADOPTED, StateEvent.PROMOTION_ORDERED, StateEvent.PRIMARY_CONFIRMED,
 })  # fmt: skip
@@ -205,6 +212,24 @@ class EngineUnit(Unit):
             self.disconnect()  # all of it or nothing: without progress nobody would see it hang
             raise
 
+    async def reach(self, *, timeout_s: float) -> None:
+        """Connect again where the connection broke a moment ago, before anything is ordered.
+
+        Raises:
+            PreconditionError: we lack a descriptor ourselves; it says nothing about the engine.
+            UnderstudyError: it does not answer.
+        """
+        deadline = self.services.patience.deadline(timeout_s)
+        while not self.is_connected:
+            try:
+                await self.join(timeout_s=timeout_s)
+            except (UnderstudyError, OSError) as error:
+                if isinstance(error, UnderstudyError) and not is_our_lack(error):
+                    raise
+                if deadline.has_passed or self.died.done():
+                    raise PreconditionError(f"{self.name} cannot be reached: {error}") from error
+                await asyncio.sleep(_REACH_AGAIN_S)
+
     async def rejoin(self, *, timeout_s: float) -> None:
         """Connect to an instance that did not answer before; what it says of its epoch counts."""
         await self.join(timeout_s=timeout_s)
@@ -221,6 +246,10 @@ class EngineUnit(Unit):
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _look_away(self) -> None:
+        super()._look_away()
+        self._unmap_progress()
 
     def _unmap_progress(self) -> None:
         if self._progress is not None:

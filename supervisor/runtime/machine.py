@@ -111,6 +111,10 @@ class ExitWatch(Protocol):
 class ControlClient(Protocol):
     """A control connection: `cache.rpc.RpcClient`."""
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is gone, by whomever."""
+
     def close(self) -> None:
         """Close it; calls in flight fail."""
 

@@ -107,6 +107,7 @@ class Recovery:
     async def _promote(self, unit: "EngineUnit", epoch: int, operation: OpenOperation) -> None:
         group = self._group
         others = [e for e in group.engines if e is not unit and not e.is_batch]
+        await self._reach(unit)
         if unit.state not in (EngineState.STANDBY, EngineState.READY):
             # It died while the old primary was fenced; whoever is fit then is chosen anew.
             raise PreconditionError(f"{unit.name} is {unit.state} by now")
@@ -131,6 +132,18 @@ class Recovery:
                   adopted=len(assumed.adopted), map_ms=round(assumed.map_ms, 3),
                   adopt_ms=round(assumed.adopt_ms, 3))  # fmt: skip
         group.release_lost_gateways(unit)
+
+    @staticmethod
+    async def _reach(unit: "EngineUnit") -> None:
+        if unit.is_connected:
+            return
+        try:
+            await unit.reach(timeout_s=_ASSUME_S)
+        except PreconditionError:
+            raise  # our own lack: it stays what it is, and is tried again
+        except UnderstudyError as error:
+            unit.judge(Verdict.DEAD, f"cannot be reached: {error}")
+            raise
 
     async def _publish(self, operation: OpenOperation) -> None:
         group = self._group
@@ -160,6 +173,7 @@ class Recovery:
         operation.phase("detect")
         epoch = group.epoch + 1
         try:
+            await self._reach(new)
             await self._cut(operation)
             await self._demote(old, epoch)
             operation.phase("fence")

@@ -46,7 +46,7 @@ class FakeClient:
     def __init__(self, machine: "FakeMachine", proc: Proc, on_event: OnEvent | None) -> None:
         self.machine = machine
         self.proc = proc
-        self.is_closed = False
+        self._is_closed = False
         self.last_routes: Routes | None = None
         self._on_event = on_event
         self._queue: deque[_Request] = deque()
@@ -150,6 +150,11 @@ class FakeClient:
         if not self.is_closed and not self.machine.is_gone:
             self._back(lambda: self.machine.call_soon(read))
 
+    @property
+    def is_closed(self) -> bool:
+        """See the port."""
+        return self._is_closed
+
     def lost(self) -> None:
         """End of file from the server."""
         self._end("the peer closed the connection")
@@ -161,7 +166,7 @@ class FakeClient:
     def _end(self, why: str) -> None:
         if self.is_closed:
             return
-        self.is_closed = True
+        self._is_closed = True
         self.proc.connections.remove(self)
         for future in self._pending:
             if not future.done() and not self.machine.is_gone:

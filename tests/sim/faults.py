@@ -22,7 +22,7 @@ class Applier:
         self._keeper = keeper
         self._apply: dict[str, Callable[[Step], None]] = {
             "kill": self._kill, "segv": self._segv, "stop": self._stop, "wake": self._wake,
-            "hang": self._hang,
+            "hang": self._hang, "sever": self._sever,
             "starve": self._starve, "wrong": self._wrong, "unhealthy": self._unhealthy,
             "slow": self._slow, "unkillable": self._unkillable, "doom": self._doom,
             "crash": lambda _: self._keeper.life.kill(),
@@ -135,6 +135,12 @@ class Applier:
                 proc.slow_s = 0.0
 
             self._world.clock.after(3.0, recover)
+
+    def _sever(self, step: Step) -> None:
+        """Its control connections break. No blemish: a process that lives is not ended for that."""
+        proc = self._find(step.target)
+        for client in tuple(proc.connections) if proc is not None else ():
+            client.lost()
 
     def _unkillable(self, step: Step) -> None:
         if (proc := self._blemish(step)) is not None:

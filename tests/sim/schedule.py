@@ -94,7 +94,7 @@ def _draw_step(rng: random.Random, shape: Shape, begin_s: float, span_s: float) 
     engines = [*shape.engines, "primary", "primary", "standby"]
     target, amount, verb = _draw_target(rng, shape, kind), 0.0, ""
     match kind:
-        case "kill" | "segv" | "stop" | "slow" | "unkillable":
+        case "kill" | "segv" | "stop" | "slow" | "unkillable" | "sever":
             target = rng.choice([*engines, *engines, *shape.helpers])
             amount = rng.choice((0.3, 1.0, 3.0))
             if kind == "unkillable" and rng.random() < 0.3:
@@ -136,6 +136,7 @@ _WEIGHTS: Final = {
     # processes
     "kill": 20, "segv": 5, "stop": 10, "hang": 6, "wrong": 3, "born_wrong": 2, "slow": 4,
     "starve": 2, "unhealthy": 2, "unkillable": 4, "doom": 3, "trap": 12, "pressure": 3, "wake": 3,
+    "sever": 3,
     # the supervisor and its files
     "crash": 6, "stall": 3, "damage": 2, "reboot": 1, "full_disk": 2, "clock_jump": 1,
     # a machine that refuses

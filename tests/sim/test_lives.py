@@ -330,12 +330,13 @@ def test_a_connection_that_breaks_is_made_again_and_costs_no_process(unit: str) 
     play(story, shape=Shape())
 
 
-def test_a_standby_whose_connection_broke_a_moment_ago_is_promoted() -> None:
+@pytest.mark.parametrize("before_s", [0.0, 0.3, 2.5])
+def test_a_standby_whose_connection_broke_a_moment_ago_is_promoted(before_s: float) -> None:
     async def story(stage: Stage) -> None:
         await asyncio.sleep(3)
         for client in tuple(stage.engine("b").connections):
             client.lost()
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(before_s)
         await stage.kill_primary()
         assert stage.group.primary.name == "b"
         assert "recovery_failed" not in stage.kinds()

@@ -170,6 +170,10 @@ SEEDS: Final[dict[str, Schedule]] = {
     "a_stop_ends_a_fork_that_is_under_way": _schedule(
         728, Step(0.0464, "failing_loads", "", 5), shape=Shape(standbys=2, has_batch=False)
     ),
+    "a_standby_that_cannot_be_reached_for_want_of_a_descriptor_is_promoted_later": _schedule(
+        950000696, Step(2.5028, "sever", "standby", 0.3), Step(2.5219, "no_descriptors", "", 0.3),
+        Step(2.5224, "kill", "primary", 0.3), heals=True,
+    ),
     "a_worker_whose_start_the_stop_has_overtaken_is_not_started": _schedule(
         910001424, Step(6.6452, "stall", "", 5.0), Step(7.2937, "end"),
         Step(11.1744, "doom", "gateway-0", 4), heals=True,
