@@ -48,11 +48,13 @@ class Recovery:
             try:
                 for action in decision.recovery:
                     await self._perform(action, operation)
-            except UnderstudyError as error:
+            except Exception as error:
                 operation.finish("failed", error=str(error))
                 group.services.events.append("recovery_failed", f"{operation.text}: {error}",
                                              group=group.name, operation=operation.id)  # fmt: skip
                 self._count(operation, "failed")
+                if not isinstance(error, UnderstudyError):
+                    raise  # a bug of ours: whoever runs this logs it
                 return
             self._done(operation)
 
@@ -117,7 +119,7 @@ class Recovery:
         group.set_epoch(epoch)  # before the order: one whose answer is lost may be obeyed
         try:
             assumed = await unit.assume("primary", epoch, timeout_s=_ASSUME_S)
-        except UnderstudyError as error:
+        except Exception as error:  # whatever it is: it may act as primary now, or not
             unit.judge(Verdict.DEAD, f"did not take over: {error}")
             raise
         operation.epoch = epoch

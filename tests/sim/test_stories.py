@@ -243,6 +243,33 @@ def test_the_operators_freeze_comes_before_a_step_of_the_ladder_that_waits(step:
     play(story, shape=Shape(has_ladder=True))
 
 
+# ---------------------------------------------------------------- a bug of ours
+
+
+def test_a_promotion_that_a_bug_of_ours_has_torn_is_taken_back() -> None:
+    async def story(stage: Stage) -> None:
+        unit = stage.group.engine("b")
+        assume = unit.assume
+
+        async def broken(*_: Any, **__: Any) -> None:
+            unit.assume = assume
+            raise RuntimeError("a bug")
+
+        unit.assume = broken
+        stage.engine("b").is_blemished = "torn"
+        stage.engine("a").is_blemished = "kill"
+        stage.engine("a").kill()
+        await asyncio.sleep(1)
+        await stage.whole()
+        states = {o["kind"]: o["state"] for o in stage.keeper.life.runtime.operations.history()}
+        assert "running" not in states.values()
+        objections = stage.world.judge.violations
+        assert len(objections) == 1, "the bug is logged once, with its traceback"
+        assert "recovery failed: RuntimeError('a bug')" in objections.pop()
+
+    play(story)
+
+
 # ------------------------------------------------------------------- blocked
 
 
