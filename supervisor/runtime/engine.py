@@ -35,6 +35,7 @@ from supervisor.errors import (
 )
 from supervisor.gateway.protocol import RouteTarget
 from supervisor.process import ProcessId, open_log
+from supervisor.runtime.enginespec import spec_of
 from supervisor.runtime.lack import is_our_lack
 from supervisor.runtime.lastwords import code_of
 from supervisor.runtime.progress import MappedProgress
@@ -46,7 +47,6 @@ from supervisor.topology.schema import Engine, EngineRole, Group
 __all__ = ["EngineUnit"]
 
 _STORY_LENGTH: Final = 40
-_BATCH_NICENESS: Final = 10
 _FORK_S: Final = 10.0
 _REACH_AGAIN_S: Final = 0.02
 _MAKE_PRIMARY: Final = frozenset({
@@ -157,7 +157,10 @@ class EngineUnit(Unit):
         self.apply(StateEvent.SPAWNED)
         instance = self.begin()
         self._forget()
-        spec = self._spec(instance, load_timeout_s)
+        spec = spec_of(
+            self.services, self._group, self.settings, instance,
+            load=self._load, attach_timeout_s=load_timeout_s,
+        )  # fmt: skip
         how = "cold"
         with self.starts.refusals():
             if zygote is not None and zygote.is_ready:
@@ -255,28 +258,6 @@ class EngineUnit(Unit):
         if self._progress is not None:
             self._progress.close()
             self._progress = None
-
-    def _spec(self, instance: str, load_timeout_s: float) -> EngineSpec:
-        group, kv = self._group, self.settings.kv
-        cache = group.cache
-        socket = cache.socket if cache.mode == "client" else self.services.paths.cache(group.name)
-        return EngineSpec(
-            name=self.name,
-            group=group.name,
-            instance=instance,
-            run_dir=str(self.services.paths.run),
-            cache_socket=None if cache.mode == "off" else str(socket),
-            load=self._load,
-            on_mismatch=cache.on_mismatch,
-            slots=kv.slots or group.kv.slots,
-            max_length=kv.max_length or group.kv.max_length,
-            private_kv=self.is_batch,
-            max_queue=group.max_queue,
-            adopt_grace_s=group.failover.adopt_grace,
-            attach_timeout_s=load_timeout_s,
-            ballast_bytes=self.settings.ballast,
-            niceness=_BATCH_NICENESS if self.is_batch else 0,
-        )
 
     async def _wait_ready(self, timeout_s: float) -> None:
         deadline = self.services.patience.deadline(timeout_s)
