@@ -49,6 +49,7 @@ __all__ = ["EngineUnit"]
 _STORY_LENGTH: Final = 40
 _FORK_S: Final = 10.0
 _REACH_AGAIN_S: Final = 0.02
+_READY_LOOK_S: Final = 0.5
 _MAKE_PRIMARY: Final = frozenset({
     StateEvent.ADOPTED, StateEvent.PROMOTION_ORDERED, StateEvent.PRIMARY_CONFIRMED,
 })  # fmt: skip
@@ -269,8 +270,12 @@ class EngineUnit(Unit):
                 raise self.start_failure()
             if deadline.has_passed:
                 raise DeadlineExceededError(f"{self.name} getting ready", timeout_s=timeout_s)
+            if not self.is_connected:  # it broke, and with it what the engine would have told
+                await self.join(timeout_s=timeout_s)
+                continue
             self._changed.clear()
-            await self.change_or_death(self._changed, timeout_s=deadline.wait_s)
+            wait_s = min(deadline.wait_s, _READY_LOOK_S)
+            await self.change_or_death(self._changed, timeout_s=wait_s)
         if state == "failed":
             error = self.status.error if self.status is not None else ""
             raise StartFailedError(

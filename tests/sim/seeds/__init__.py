@@ -170,6 +170,10 @@ SEEDS: Final[dict[str, Schedule]] = {
     "a_stop_ends_a_fork_that_is_under_way": _schedule(
         728, Step(0.0464, "failing_loads", "", 5), shape=Shape(standbys=2, has_batch=False)
     ),
+    "an_engine_whose_connection_breaks_while_it_starts_is_heard_all_the_same": _schedule(
+        960000250, Step(0.2905, "stop", "cache-chat", 3.0), Step(3.6563, "sever", "a", 0.3),
+        heals=False,
+    ),
     "a_standby_that_cannot_be_reached_for_want_of_a_descriptor_is_promoted_later": _schedule(
         950000696, Step(2.5028, "sever", "standby", 0.3), Step(2.5219, "no_descriptors", "", 0.3),
         Step(2.5224, "kill", "primary", 0.3), heals=True,
