@@ -174,6 +174,10 @@ SEEDS: Final[dict[str, Schedule]] = {
         960000250, Step(0.2905, "stop", "cache-chat", 3.0), Step(3.6563, "sever", "a", 0.3),
         heals=False,
     ),
+    "a_primary_whose_connection_breaks_while_it_is_adopted_is_kept": _schedule(
+        960000514, Step(8.0069, "unkillable", "b", 3.0), Step(10.4395, "damage", verb="corrupt"),
+        Step(11.2728, "sever", "a", 1.0), heals=True,
+    ),
     "a_standby_that_cannot_be_reached_for_want_of_a_descriptor_is_promoted_later": _schedule(
         950000696, Step(2.5028, "sever", "standby", 0.3), Step(2.5219, "no_descriptors", "", 0.3),
         Step(2.5224, "kill", "primary", 0.3), heals=True,
