@@ -188,9 +188,7 @@ async def _is_fit(group: "GroupRuntime", engine: "EngineUnit") -> bool:
     Its status is read behind that: an order that was given before the canary has its effect now.
     """
     if engine.is_alive and engine.status is not None and not engine.is_connected:
-        with contextlib.suppress(
-            UnderstudyError
-        ):  # it broke meanwhile; else it is not fit
+        with contextlib.suppress(UnderstudyError):  # it broke meanwhile; else it is not fit
             await engine.reach(timeout_s=_ANSWER_S)
     if not engine.is_alive or not engine.is_connected or engine.status is None:
         return False
