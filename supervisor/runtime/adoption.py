@@ -14,13 +14,12 @@ Invariants
 """
 
 import asyncio
-import contextlib
 import logging
 from dataclasses import dataclass, field
 from signal import SIGCONT
 from typing import TYPE_CHECKING, Final
 
-from cache.errors import UnderstudyError
+from cache.errors import ConnectionClosedError, UnderstudyError
 from supervisor.core.states import EngineState, Facts, StateEvent
 from supervisor.runtime.lack import is_our_lack
 from supervisor.runtime.machine import LeftBehind
@@ -187,21 +186,31 @@ async def _is_fit(group: "GroupRuntime", engine: "EngineUnit") -> bool:
 
     Its status is read behind that: an order that was given before the canary has its effect now.
     """
-    if engine.is_alive and engine.status is not None and not engine.is_connected:
-        with contextlib.suppress(UnderstudyError):  # it broke meanwhile; else it is not fit
-            await engine.reach(timeout_s=_ANSWER_S)
-    if not engine.is_alive or not engine.is_connected or engine.status is None:
+    if not engine.is_alive or engine.status is None:
         return False
     if engine.status.state not in ("ready", "standby", "serving"):
         return False
-    try:
-        is_right: bool | None = await group.chores.prove(engine, timeout_s=_ANSWER_S)
-    except UnderstudyError:
-        is_right = None
+    is_right = await _answers_rightly(group, engine)
     status = await engine.refresh(timeout_s=_ANSWER_S) or engine.status
     if is_right is None:  # it may be busy; progress will judge it
         return status is not None and status.role == "primary"
     return is_right
+
+
+async def _answers_rightly(group: "GroupRuntime", engine: "EngineUnit") -> bool | None:
+    """Whether it gives the group's answer; None when it gives none.
+
+    It is asked once more where the connection broke, which says nothing about the process.
+    """
+    for _ in range(2):
+        try:
+            await engine.reach(timeout_s=_ANSWER_S)
+            return await group.chores.prove(engine, timeout_s=_ANSWER_S)
+        except ConnectionClosedError:
+            continue
+        except UnderstudyError:
+            break
+    return None
 
 
 def _is_frozen_by_order(engine: "EngineUnit") -> bool:

@@ -178,6 +178,10 @@ SEEDS: Final[dict[str, Schedule]] = {
         960000514, Step(8.0069, "unkillable", "b", 3.0), Step(10.4395, "damage", verb="corrupt"),
         Step(11.2728, "sever", "a", 1.0), heals=True,
     ),
+    "an_engine_whose_connection_breaks_under_its_canary_is_asked_once_more": _schedule(
+        970000366, Step(3.8261, "slow", "zygote-chat", 0.3), Step(4.7947, "crash"),
+        Step(5.411, "sever", "batch", 0.3), shape=_FULL,
+    ),
     "a_standby_that_cannot_be_reached_for_want_of_a_descriptor_is_promoted_later": _schedule(
         950000696, Step(2.5028, "sever", "standby", 0.3), Step(2.5219, "no_descriptors", "", 0.3),
         Step(2.5224, "kill", "primary", 0.3), heals=True,
