@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shlex
 from typing import TYPE_CHECKING
 
 from supervisor.cli.options import FileArgument, Output, OutputOption
@@ -42,6 +43,10 @@ def _show(plan: "Plan", available_bytes: int) -> None:
     for process in plan.processes:
         for socket in process.sockets:
             out.print(f"  {process.name}  {socket}", markup=False)
+    if servers := [process for process in plan.processes if process.kind == "server"]:
+        out.print("commands:")
+        for process in servers:
+            out.print(f"  {process.name}  {shlex.join(process.argv)}", markup=False)
     out.print()
     for group in plan.groups:
         out.print(_group_line(group))
@@ -69,6 +74,8 @@ def _group_line(group: "GroupPlan") -> str:
     from supervisor.topology.findings import readable
 
     estimate = group.memory
+    if not group.model:
+        return f"group {group.name}: servers with weights and memory of their own, which no estimate has"
     weights = "unknown" if estimate.weights_bytes is None else readable(estimate.weights_bytes)
     kv = "unknown" if estimate.kv_bytes is None else readable(estimate.kv_bytes)
     parts = [f"weights {weights}" + (f" x {estimate.copies}" if estimate.copies > 1 else "")]

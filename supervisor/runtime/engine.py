@@ -20,6 +20,8 @@ from engines.contract import (
     Assume,
     Assumed,
     CanaryResult,
+    CommandSpec,
+    Drained,
     EngineSpec,
     EngineStatus,
 )
@@ -35,7 +37,7 @@ from supervisor.runtime.progress import MappedProgress
 from supervisor.runtime.services import Services
 from supervisor.runtime.unit import Unit
 from supervisor.runtime.zygote import ZygoteUnit
-from supervisor.topology.schema import Engine, EngineRole, Group
+from supervisor.topology.schema import Engine, EngineKind, EngineRole, Group
 
 __all__ = ["EngineUnit"]
 
@@ -49,6 +51,8 @@ _MAKE_PRIMARY: Final = frozenset({
 _MAKE_HARMLESS: Final = frozenset({
     StateEvent.SPAWNED, StateEvent.STANDBY_CONFIRMED, StateEvent.BATCH_CONFIRMED,
 })  # fmt: skip
+_DRAIN_ANSWER_S: Final = 2.0
+_DRAIN_LOOK_S: Final = 0.05
 
 
 class EngineUnit(Unit):
@@ -160,6 +164,9 @@ class EngineUnit(Unit):
                     raise StartFailedError(f"{self.name} is {self.state}, its fork came too late",
                                            hint="it is ended, and another is started")  # fmt: skip
                 self.take(process, instance)
+            elif self.drains:
+                server = self._command_spec(instance, load_timeout_s)
+                self.spawn_module("engines.command", server, with_model=False)
             else:
                 self.spawn_module("engines.native", spec, with_model=True)
             await self.join(timeout_s=self._group.health.start_timeout)
@@ -249,6 +256,20 @@ class EngineUnit(Unit):
             niceness=_BATCH_NICENESS if self.is_batch else 0,
         )
 
+    def _command_spec(self, instance: str, load_timeout_s: float) -> CommandSpec:
+        group = self._group
+        return CommandSpec(
+            name=self.name,
+            group=group.name,
+            instance=instance,
+            run_dir=str(self.services.paths.run),
+            command=self.settings.command or [],
+            max_open=group.kv.slots + group.max_queue,
+            start_timeout_s=group.health.start_timeout + load_timeout_s,
+            hang_after_s=group.health.hang_after,
+            python_path=os.environ.get("PYTHONPATH"),
+        )
+
     async def _wait_ready(self, timeout_s: float) -> None:
         deadline = self.services.patience.deadline(timeout_s)
         while True:
@@ -277,6 +298,25 @@ class EngineUnit(Unit):
         """Tell the engine its role; it adopts or gives up the KV arena before it answers."""
         return await self.ask("assume", Assumed, Assume(role, epoch), timeout_s=timeout_s)
 
+    @property
+    def drains(self) -> bool:
+        """Whether its streams cannot be handed over, so that they must end before it gives up."""
+        return self.settings.kind is EngineKind.COMMAND
+
+    async def drain(self, *, timeout_s: float) -> int:
+        """Let it take no new request, and wait for those that are open; how many are left.
+
+        Raises:
+            UnderstudyError: it died meanwhile, or does not answer.
+        """
+        deadline = self.services.patience.deadline(timeout_s)
+        while True:
+            raw = await self.call("drain", timeout_s=_DRAIN_ANSWER_S)
+            left = msgspec.json.decode(raw, type=Drained).open
+            if not left or deadline.has_passed:
+                return left
+            await asyncio.wait([self.died], timeout=_DRAIN_LOOK_S)
+
     async def run_canary(self, *, timeout_s: float) -> CanaryResult:
         """Ask the built-in question."""
         self.canary = await self.ask("canary", CanaryResult, timeout_s=timeout_s)
@@ -298,12 +338,13 @@ class EngineUnit(Unit):
             self._judge.void()
             return Verdict.HEALTHY
         assert self.pid is not None  # noqa: S101 - alive
-        cpu = self.services.machine.cpu(self.pid)
+        progress = self._progress
+        cpu = progress.with_processes_below(self.services.machine.cpu(self.pid))
         sample = Sample(
             at_ns=self.services.clock.monotonic_ns(),
-            steps=self._progress.steps,
-            has_work=self._progress.has_work,
-            is_stopped=self.is_stopped_by_signal,
+            steps=progress.steps,
+            has_work=progress.has_work,
+            is_stopped=self.is_stopped_by_signal or progress.is_stopped_below,
             on_cpu_ns=cpu.on_cpu_ns,
             run_delay_ns=cpu.run_delay_ns,
             is_runnable=cpu.is_runnable,

@@ -37,7 +37,7 @@ from engines.contract import (
     ReleaseGateway,
     Resume,
 )
-from supervisor.health.openai import HttpEngine
+from engines.command.api import HttpEngine
 from tests.integration.engines_support import (
     ROOT,
     Engine,

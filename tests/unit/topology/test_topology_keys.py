@@ -44,7 +44,7 @@ def test_durations_sizes_and_addresses_arrive_parsed(site: Site) -> None:
             13,
             "groups[0].engines[1].colour",
             "unknown key",
-            "write one of name, kind, role, kv, ballast",
+            "write one of name, kind, role, command, kv, ballast",
         ),
         # missing keys
         ("name: demo\n", "", 1, "", "the key 'name' is missing", "write name: demo"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from supervisor.health.counters import EngineCounters, read_counters
+from engines.command.counters import EngineCounters, read_counters
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -1,0 +1,87 @@
+"""The known answer: a short greedy completion, asked at start and compared ever after.
+
+Which answer is right nobody knows beforehand. The supervisor takes the first one of the group, and
+all engines must give the same from then on; the answer travels as the bytes of its text.
+
+A question that is not answered yet is never given up for a new one: a server that stands still has
+it as work, and is judged by its progress.
+"""
+
+import asyncio
+import hashlib
+import time
+from typing import Final
+
+from engines.command.api import HttpEngine
+from engines.command.errors import NotReadyError, ServerUnusableError
+from engines.command.progress import Progress
+from engines.contract import CanaryResult
+
+__all__ = ["PROMPT", "Canary"]
+
+PROMPT: Final = "The understudy knows the whole part. When the lead cannot go on, the understudy"
+_LONGEST_S: Final = 600.0
+_WAIT_S: Final = 1.5  # of one question to us; the control socket answers one after another
+_MAX_BYTES: Final = 256
+
+
+class Canary:
+    """Asks one server, one question at a time."""
+
+    def __init__(self, server: HttpEngine, model: str, progress: Progress) -> None:
+        self._server = server
+        self._model = model
+        self._progress = progress
+        self._unheard: CanaryResult | None = None  # the answer that the start has waited for
+        self._pending: asyncio.Task[CanaryResult | None] | None = None
+
+    async def learn(self) -> None:
+        """Ask until there is an answer; the first question of the supervisor gets this one.
+
+        Raises:
+            ServerUnusableError: the server does not complete prompts.
+        """
+        self._unheard = await self._ask()
+        if self._unheard is None:
+            raise ServerUnusableError(
+                f"the server does not complete a prompt for model {self._model!r}",
+                hint="it must answer POST /v1/completions; see its own log above",
+            )
+
+    async def ask(self) -> CanaryResult:
+        """The answer, if it comes soon.
+
+        Raises:
+            NotReadyError: it has not come yet, or the server has refused; no statement about it.
+        """
+        if self._unheard is not None:
+            result, self._unheard = self._unheard, None
+            return result
+        if self._pending is None:
+            self._pending = asyncio.get_running_loop().create_task(self._ask())
+        done, _ = await asyncio.wait([self._pending], timeout=_WAIT_S)
+        if not done:
+            raise NotReadyError("the server has not answered the canary yet")
+        task, self._pending = self._pending, None
+        answer = task.result()
+        if answer is None:
+            raise NotReadyError("the server does not answer the canary now")
+        return answer
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        if self._pending is not None:
+            self._pending.cancel()
+
+    async def _ask(self) -> CanaryResult | None:
+        began_s = time.perf_counter()
+        with self._progress.awaited():
+            text = await self._server.complete(self._model, PROMPT, timeout_s=_LONGEST_S)
+        if text is None:
+            return None
+        self._progress.piece()
+        data = text.encode("utf-8", "surrogatepass")
+        if len(data) > _MAX_BYTES:
+            data = hashlib.sha256(data).digest()
+        duration_ms = (time.perf_counter() - began_s) * 1e3
+        return CanaryResult(list(data), duration_ms, time.monotonic_ns())
