@@ -305,7 +305,8 @@ class GenerateError(msgspec.Struct, frozen=True, tag="error", tag_field="type"):
     `resumable`: the gateway should wait for the next route and try again. `status` is the HTTP
     status for a client that has not seen a byte. Codes: `context_length_exceeded` (400),
     `invalid_request` (400), `queue_full` (429), `not_serving` and `stale_epoch` (resumable),
-    `prompt_needed` (see `Resume`), `not_resumable` (502), `superseded`, `engine_failed` (resumable), `poison` (500).
+    `prompt_needed` (see `Resume`), `not_resumable` (502), `superseded`, `engine_failed`
+    (resumable), `poison` (500).
     """
 
     code: str

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from cache.descriptors import reserve_descriptors
 from cache.errors import UnderstudyError
@@ -80,9 +80,7 @@ class CommandEngine:
         self._error = ""
         self._progress = Progress()
         self._run_dir = Path(spec.run_dir)
-        self._process = ServerProcess(
-            spec.command, self._path("srv"), python_path=spec.python_path
-        )
+        self._process = ServerProcess(spec.command, self._path("srv"), python_path=spec.python_path)
         self._server: HttpEngine | None = None
         self._canary: Canary | None = None
         self._generate: GenerateServer | None = None
@@ -186,8 +184,8 @@ class CommandEngine:
             await self._start()
             watches = asyncio.gather(self._look(), self._guard())
             try:
-                await asyncio.wait([self._process.ended, watches],
-                                   return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+                either: list[asyncio.Future[Any]] = [self._process.ended, watches]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if not self._process.ended.done():
                     watches.result()
             finally:
@@ -209,7 +207,8 @@ class CommandEngine:
             else HttpEngine(f"http://127.0.0.1:{address.port}")
         )
         learning = self._loop.create_task(self._learn(self._server, deadline_s))
-        await asyncio.wait([learning, self._process.ended], return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [learning, self._process.ended]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._process.ended.done():
             learning.cancel()
             how = how_it_ended(self._process.ended.result())
@@ -252,9 +251,10 @@ class CommandEngine:
 
     async def _guard(self) -> None:
         """End when somebody else listens where the server did."""
-        while self._process.is_still_ours():
+        while True:
+            if not self._process.is_still_ours():
+                raise StrangerListensError(self._process.address.port)
             await asyncio.sleep(_OWNER_S)
-        raise StrangerListensError(self._process.address.port)
 
     def _server_ended(self, exit_status: int) -> None:
         self._fail(f"error: server_ended: the server {how_it_ended(exit_status)}", exit_status)

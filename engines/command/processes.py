@@ -167,11 +167,7 @@ def listeners_on(port: int) -> set[int]:
             for line in Path(table).read_text("ascii").splitlines()[1:]:
                 fields = line.split()
                 address, _, local_port = fields[1].partition(":")
-                if (
-                    fields[3] == _LISTEN
-                    and int(local_port, 16) == port
-                    and address in _LOOPBACK
-                ):
+                if fields[3] == _LISTEN and int(local_port, 16) == port and address in _LOOPBACK:
                     found.add(int(fields[9]))
     return found
 

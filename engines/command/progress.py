@@ -29,8 +29,8 @@ class Progress:
 
     def __init__(self) -> None:
         self.fd, self._memory = _page_file()
-        self._page = ProgressPage(memoryview(self._memory))
-        self._page.format()
+        self.page = ProgressPage(memoryview(self._memory))
+        self.page.format()
         self._counters: EngineCounters | None = None
         self._steps = 0
         self.waiting = 0  # questions to the server, canaries included, that are not answered
@@ -68,7 +68,7 @@ class Progress:
         before, self._counters = self._counters, counters or self._counters
         if before is not None and self._counters is not None and before.work != self._counters.work:
             self._step()
-        page = self._page
+        page = self.page
         page.set("tree_on_cpu_ns", tree.on_cpu_ns)
         page.set("tree_run_delay_ns", tree.run_delay_ns)
         page.set("tree_runnable", int(tree.is_runnable))
@@ -77,18 +77,18 @@ class Progress:
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the role."""
-        self._page.set("epoch", epoch)
+        self.page.set("epoch", epoch)
 
     def _step(self) -> None:
         self._steps += 1
-        self._page.set("tokens", self.pieces)
-        self._page.set("step_finished_ns", time.monotonic_ns())
-        self._page.set("steps", self._steps)
+        self.page.set("tokens", self.pieces)
+        self.page.set("step_finished_ns", time.monotonic_ns())
+        self.page.set("steps", self._steps)
 
     def _publish(self) -> None:
-        self._page.set("active", max(0, self.requests - self.queued))
-        self._page.set("queued", self.queued)
-        self._page.set("runnable", self.requests)
+        self.page.set("active", max(0, self.requests - self.queued))
+        self.page.set("queued", self.queued)
+        self.page.set("runnable", self.requests)
 
 
 def _page_file() -> tuple[int, mmap.mmap]:

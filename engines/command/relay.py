@@ -53,7 +53,7 @@ class _BrokenAnswerError(Exception):
 
 
 def request_of(body: GenerateBody, *, seed: int, model: str) -> tuple[str, dict[str, Any]]:
-    """Path and body for the server. Extensions of OpenAI's API are only sent where they are used."""
+    """Path and body for the server; extensions of OpenAI's API only where they are used."""
     fields: dict[str, Any] = {
         "model": model,
         "stream": True,

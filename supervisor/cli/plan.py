@@ -75,7 +75,7 @@ def _group_line(group: "GroupPlan") -> str:
 
     estimate = group.memory
     if not group.model:
-        return f"group {group.name}: servers with weights and memory of their own, which no estimate has"
+        return f"group {group.name}: what its servers take is not known here"
     weights = "unknown" if estimate.weights_bytes is None else readable(estimate.weights_bytes)
     kv = "unknown" if estimate.kv_bytes is None else readable(estimate.kv_bytes)
     parts = [f"weights {weights}" + (f" x {estimate.copies}" if estimate.copies > 1 else "")]

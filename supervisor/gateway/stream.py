@@ -422,7 +422,7 @@ class EngineStream:
             self._deadline = now + self._context.limits.resume_deadline_s
 
     def _begin_anew(self, error: AttemptFailedError) -> None:
-        """Nobody can go on with this stream: serve the request from its beginning, if there is time.
+        """Nobody can go on with this stream: serve the request from its beginning.
 
         Raises:
             ApiError: the client has a part of the answer, and another one would not fit to it.

@@ -174,7 +174,7 @@ class Recovery:
         return operation
 
     async def _drain(self, old: "EngineUnit", operation: OpenOperation) -> None:
-        """Let the streams end that nobody could go on with. One that does not drain is no obstacle."""
+        """Let streams end that nobody could go on with; one that does not drain is no obstacle."""
         if not old.drains:
             return
         timeout_s = self._group.settings.failover.drain_timeout
@@ -184,8 +184,8 @@ class Recovery:
             old.emit("drain_failed", f"{old.name} does not drain: {error}")
         else:
             if left:
-                old.emit("drain_incomplete",
-                         f"{old.name} still has {left} streams after {timeout_s:g} s: they end")  # fmt: skip
+                text = f"{old.name} still has {left} streams after {timeout_s:g} s: they end"
+                old.emit("drain_incomplete", text)
         operation.phase("drain")
 
     async def _demote(self, old: "EngineUnit", epoch: int) -> None:

@@ -67,7 +67,7 @@ class GroupMemory:
 
 
 def checkpoint_of(group: Group) -> Checkpoint:
-    """The group's checkpoint as far as it can be read; an empty one where servers load their own."""
+    """The group's checkpoint as far as it is readable; empty where servers load their own."""
     if group.model is None or group.runs_commands:
         return Checkpoint(Path(), {}, (), ())
     return read_checkpoint(group.model.path)

@@ -251,8 +251,8 @@ class Kv(_Model):
     """Streams that decode at once. In a group of kind `command` the server decides that, and this
     plus `max_queue` (default 256) only bounds the requests that are at it at once."""
     max_length: Annotated[Count, Field(ge=128, multiple_of=128)] = 2048
-    """Tokens (prompt and answer) that one slot holds. In a group of kind `command` the server decides
-    that, and the default is 1048576."""
+    """Tokens (prompt and answer) that one slot holds. In a group of kind `command` the server
+    decides that, and the default is 1048576."""
 
 
 class EngineKv(_Model):
@@ -274,11 +274,11 @@ class Engine(_Model):
     role: EngineRole
     """The role at the first start; later the supervisor decides."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
-    """For kind `command`: program and arguments of a server with OpenAI's API over HTTP. `{port}` is
-    replaced by a free port of 127.0.0.1, or `{socket}` by the path of a Unix socket, which is better
-    where the server can listen on one: no other process can take it. It must stay in the foreground
-    and serve `/health`, `/v1/completions`, `/v1/chat/completions`, and for its progress `/metrics`
-    with the names of vLLM, SGLang or llama.cpp."""
+    """For kind `command`: program and arguments of a server with OpenAI's API over HTTP. `{port}`
+    is replaced by a free port of 127.0.0.1, or `{socket}` by the path of a Unix socket, which is
+    better where the server can listen on one: no other process can take it. It must stay in the
+    foreground and serve `/health`, `/v1/completions`, `/v1/chat/completions`, and for its progress
+    `/metrics` with the names of vLLM, SGLang or llama.cpp."""
     kv: EngineKv = EngineKv()
     """Only for batch engines: their KV region is private and dies with them."""
     ballast: Bytes = 0
@@ -370,7 +370,7 @@ class Group(_Model):
 
     @property
     def runs_commands(self) -> bool:
-        """Whether its engines are servers of other makers: no cache, no zygote, no shared memory."""
+        """Whether its engines are servers of other makers: no cache, zygote or shared memory."""
         return all(engine.kind is EngineKind.COMMAND for engine in self.engines)
 
 

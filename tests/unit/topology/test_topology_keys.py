@@ -70,8 +70,8 @@ def test_durations_sizes_and_addresses_arrive_parsed(site: Site) -> None:
             "kind: vllm, role: standby",
             13,
             "groups[0].engines[1].kind",
-            "'vllm' is not one of native",
-            "write native",
+            "'vllm' is not one of native, command",
+            "write native or command",
         ),
         ("version: 1", "version: 2", 1, "version", "2 is not one of 1", "write 1"),
         # units
