@@ -64,7 +64,8 @@ def _process_table(plan: "Plan") -> "Table":
         table.add_column(heading, no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
     for number, process in enumerate(plan.processes):
-        memory = readable(process.memory_bytes) + (" (brief)" if process.is_short_lived else "")
+        memory = readable(process.memory_bytes) if process.memory_bytes else "not known"
+        memory += " (brief)" if process.is_short_lived else ""
         row = (process.kind, process.name, process.device or "-", process.started_by)
         table.add_row(str(number), *row, memory)
     return table

@@ -39,7 +39,7 @@ def check_kinds(group: Group, place: Place) -> Iterator[Issue]:
 
 def _group_of_natives(group: Group, place: Place) -> Iterator[Issue]:
     kinds = tuple((*place, "engines", n, "kind") for n in range(len(group.engines)))
-    is_native = any(engine.kind is EngineKind.NATIVE for engine in group.engines)
+    is_native = all(engine.kind is EngineKind.NATIVE for engine in group.engines)
     if group.model is None and is_native:
         what = "the key 'model' is missing"
         yield Issue(place, what, "write model: {path: path/to/checkpoint}",

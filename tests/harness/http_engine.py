@@ -2,7 +2,8 @@
 
 Not a model: it makes a token every few milliseconds while it has requests. What it does wrong is
 one word: `stall` (decode stands still), `mute` (its HTTP hangs too), `wrong`, `full` (429), `sick`
-(503, also on `/health`), `leave` (exit status 1), `refuse` (400), `well`.
+(503, also on `/health`), `leave` (exit status 1), `refuse` (400), `deaf` (listens no more),
+`well`.
 
 Who starts it as a test's own child tells it on its standard input, one word a line. With
 `--orders FILE` it looks there instead, for a line `PID WORD` with its own pid.
@@ -35,6 +36,7 @@ class Engine:
         self.mode = "well"
         self.generated = 0
         self.running = 0
+        self.site: web.BaseSite | None = None
         self._orders = orders
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
@@ -102,6 +104,9 @@ class Engine:
                 self.mode = mode
             if self.mode == "leave":
                 os._exit(1)
+            if self.mode == "deaf" and self.site is not None:
+                await self.site.stop()
+                self.site = None
 
     async def _while(self, *modes: str) -> None:
         while self.mode in modes:  # noqa: ASYNC110 - another thread sets it
@@ -142,6 +147,7 @@ async def main() -> None:
         else web.TCPSite(runner, "127.0.0.1", options.port)
     )
     await site.start()
+    engine.site = site
     if options.orders is not None:
         await engine.obey()
     sys.stdout.write(f"{runner.addresses[0][1]}\n")

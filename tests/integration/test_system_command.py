@@ -14,6 +14,9 @@ from chaos.client import wait_until
 from supervisor.process import ProcessId, read_stat
 from tests.harness.command_system import CommandOptions, CommandSystem
 
+A_SWEEP_S = 6.5
+"""Strays are looked for every five seconds."""
+
 QUICK_S = 8.0
 """From a fault to the answer of the new primary: detection, fence and promotion on busy cores."""
 
@@ -288,7 +291,9 @@ def test_a_killed_supervisor_breaks_no_stream_and_the_next_one_adopts_both(
     assert complete(client) == words(4)
 
 
-def test_servers_on_unix_sockets_that_leave_the_session_are_fenced_too(tmp_path: Path) -> None:
+def test_servers_on_unix_sockets_that_leave_the_session_are_adopted_and_fenced_too(
+    tmp_path: Path,
+) -> None:
     options = CommandOptions(where='--uds, "{socket}"', more=", --escape", drain_timeout="1s")
     made = CommandSystem(tmp_path, options)
     with made.system:
@@ -296,6 +301,14 @@ def test_servers_on_unix_sockets_that_leave_the_session_are_fenced_too(tmp_path:
         name, epoch = made.primary(), made.system.admin.status().group.epoch
         server = made.server(name)
         assert complete(client) == words(4)
+        before = [e.pid for e in made.system.admin.status().group.engines]
+        made.system.kill("supervisor")
+        made.system.supervisor.wait(10)
+        made.system.spawn_supervisor()
+        made.system.wait_ready()
+        time.sleep(A_SWEEP_S)
+        assert [e.pid for e in made.system.admin.status().group.engines] == before
+        assert made.server(name) == server, "a leader of its own session, and no stray"
         made.system.kill("primary")
         made.wait_epoch(epoch)
         assert is_gone(server)

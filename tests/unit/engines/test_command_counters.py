@@ -40,9 +40,7 @@ understudy_native_queued{group="chat"} 4.0
     [(VLLM, 142, 5, 3), (SGLANG, 520, 1, 0), (LLAMACPP, 37, 3, 2), (NATIVE, 11, 5, 4)],
     ids=["vllm", "sglang", "llamacpp", "native"],
 )
-def test_each_dialect_is_understood(
-    page: str, work: int, requests: int, waiting: int
-) -> None:
+def test_each_dialect_is_understood(page: str, work: int, requests: int, waiting: int) -> None:
     assert read_counters(page) == EngineCounters(work, requests, waiting)
 
 

@@ -114,7 +114,7 @@ def test_what_the_file_says_itself_counts(servers: Servers) -> None:
             "leave it out",
         ),
         (
-            {f"[{sys.executable}, \"--uds": "[no-such-program, \"--uds"},
+            {f'[{sys.executable}, "--uds': '[no-such-program, "--uds'},
             8,
             "groups[0].engines[1].command[0]",
             "there is no program 'no-such-program'",
