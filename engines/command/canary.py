@@ -21,6 +21,8 @@ __all__ = ["PROMPT", "Canary"]
 
 PROMPT: Final = "The understudy knows the whole part. When the lead cannot go on, the understudy"
 _LONGEST_S: Final = 600.0
+_ATTEMPTS: Final = 10  # of the start
+_PAUSE_S: Final = 0.5
 _WAIT_S: Final = 1.5  # of one question to us; the control socket answers one after another
 _MAX_BYTES: Final = 256
 
@@ -36,13 +38,17 @@ class Canary:
         self._pending: asyncio.Task[CanaryResult | None] | None = None
 
     async def learn(self) -> None:
-        """Ask until there is an answer; the first question of the supervisor gets this one.
+        """Ask a few times until there is an answer; the supervisor's first question gets it.
 
         Raises:
             ServerUnusableError: the server does not complete prompts.
         """
-        self._unheard = await self._ask()
-        if self._unheard is None:
+        for _ in range(_ATTEMPTS):  # some say that they are well before they are
+            if (answer := await self._ask()) is not None:
+                break
+            await asyncio.sleep(_PAUSE_S)
+        self._unheard = answer
+        if answer is None:
             raise ServerUnusableError(
                 f"the server does not complete a prompt for model {self._model!r}",
                 hint="it must answer POST /v1/completions; see its own log above",

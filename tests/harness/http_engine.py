@@ -3,7 +3,7 @@
 Not a model: it makes a token every few milliseconds while it has requests. What it does wrong is
 one word: `stall` (decode stands still), `mute` (its HTTP hangs too), `wrong`, `full` (429), `sick`
 (503, also on `/health`), `leave` (exit status 1), `refuse` (400), `deaf` (listens no more),
-`well`.
+`well`. The prompt `poison` ends it.
 
 Who starts it as a test's own child tells it on its standard input, one word a line. With
 `--orders FILE` it looks there instead, for a line `PID WORD` with its own pid.
@@ -42,6 +42,8 @@ class Engine:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         is_chat = request.path.endswith("chat/completions")
+        if body.get("prompt") == "poison":
+            os._exit(3)
         if self.mode == "full":
             return web.json_response({"error": {"message": "queue full"}}, status=429)
         if self.mode == "sick":

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from chaos.client import wait_until
+from chaos.system import ROOT, RunningSystem, free_ports
 from supervisor.process import ProcessId, read_stat
 from tests.harness.command_system import CommandOptions, CommandSystem
 
@@ -272,6 +273,37 @@ def test_a_switchover_drains_and_no_stream_notices(
     assert servers.primary() != name
 
 
+def test_a_server_that_dies_while_it_drains_is_replaced(
+    servers: CommandSystem, client: openai.OpenAI
+) -> None:
+    name, epoch = servers.primary(), servers.system.admin.status().group.epoch
+    stream = Stream(client, 4000)
+    assert stream.has_begun.wait(10.0)
+    admin = servers.system.admin
+    done = beside(lambda: admin.post("/v1/promote", timeout_s=60.0, group="chat").state)
+    time.sleep(0.5)
+    assert not done.done()
+    servers.signal_server(name, signal.SIGKILL)
+    assert done.result(30.0) == "done"
+    stream.end()
+    assert stream.error is not None
+    assert servers.wait_epoch(epoch).group.primary != name
+    assert complete(client) == words(4)
+
+
+def test_a_request_that_ends_every_server_is_poison(
+    servers: CommandSystem, client: openai.OpenAI
+) -> None:
+    servers.primary()
+    epoch = servers.system.admin.status().group.epoch
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(model="chat", prompt="poison", max_tokens=4)
+    assert caught.value.status_code == 500
+    assert caught.value.code == "poison"
+    assert servers.wait_epoch(epoch + 2).group.is_redundant
+    assert complete(client) == words(4)
+
+
 def test_a_killed_supervisor_breaks_no_stream_and_the_next_one_adopts_both(
     servers: CommandSystem, client: openai.OpenAI
 ) -> None:
@@ -289,6 +321,28 @@ def test_a_killed_supervisor_breaks_no_stream_and_the_next_one_adopts_both(
     assert stream.end().text == words(800)
     assert stream.error is None
     assert complete(client) == words(4)
+
+
+def test_the_shipped_example_runs_as_the_readme_says(tmp_path: Path) -> None:
+    gateway, admin = free_ports(2)
+    text = (ROOT / "configs" / "command.yaml").read_text("utf-8")
+    for old, new in (
+        ("run/servers", str(tmp_path / "state")), ("8000", str(gateway)), ("9400", str(admin)),
+    ):  # fmt: skip
+        assert old in text
+        text = text.replace(old, new)
+    topology = tmp_path / "topology.yaml"
+    topology.write_text(text, "utf-8")
+    system = RunningSystem(
+        tmp_path, topology=topology, state_dir=tmp_path / "state", ports=(gateway, admin)
+    )
+    with system:
+        client = openai.OpenAI(base_url=system.base_url, api_key="none", max_retries=0)
+        assert complete(client, 3) == "p p p "
+        before = system.admin.status().group
+        system.kill("primary")
+        assert Stream(client, 3).end().text == "p p p "
+        assert system.wait_whole().group.epoch == before.epoch + 1
 
 
 def test_servers_on_unix_sockets_that_leave_the_session_are_adopted_and_fenced_too(
