@@ -1,5 +1,6 @@
 """A running supervisor with two servers of another maker as engines, and a gateway before them."""
 
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -88,6 +89,11 @@ class CommandSystem:
         assert pid is not None
         (server, *_) = ServerTree(pid).scan()
         return read_process_id(server)
+
+    def cpu_s(self, name: str) -> float:
+        """CPU time of a server since its start."""
+        fields = Path(f"/proc/{self.server(name).pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def order(self, name: str, word: str) -> None:
         """Tell a server how to be; its successor is well again."""

@@ -3,7 +3,7 @@
 Not a model: it makes a token every few milliseconds while it has requests. What it does wrong is
 one word: `stall` (decode stands still), `mute` (its HTTP hangs too), `wrong`, `full` (429), `sick`
 (503, also on `/health`), `leave` (exit status 1), `refuse` (400), `deaf` (listens no more),
-`well`. The prompt `poison` ends it.
+`churn` (needs a CPU for each token), `well`. The prompt `poison` ends it.
 
 Who starts it as a test's own child tells it on its standard input, one word a line. With
 `--orders FILE` it looks there instead, for a line `PID WORD` with its own pid.
@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +27,7 @@ from tests.harness.lines import read_line
 
 ROOT = Path(__file__).parents[2]
 STEP_S = 0.005
+CHURN_S = 0.2
 _LINE_S = 30.0
 
 
@@ -70,6 +72,8 @@ class Engine:
             for number in range(int(body.get("max_tokens") or 16)):
                 await asyncio.sleep(STEP_S)
                 await self._while("stall", "mute")
+                if self.mode == "churn":
+                    _burn(CHURN_S)
                 self.generated += 1
                 yield f"{' ' if number else ''}{'x' if self.mode == 'wrong' else 'w'}{number}"
         finally:
@@ -113,6 +117,13 @@ class Engine:
     async def _while(self, *modes: str) -> None:
         while self.mode in modes:  # noqa: ASYNC110 - another thread sets it
             await asyncio.sleep(STEP_S)
+
+
+def _burn(cpu_s: float) -> None:
+    """Compute, as a model does on a CPU; nothing else runs meanwhile."""
+    end_s = time.process_time() + cpu_s
+    while time.process_time() < end_s:
+        pass
 
 
 def _event(event: object) -> bytes:

@@ -1,6 +1,9 @@
 """Servers of another maker as engines: two real ones, a real supervisor, the official client."""
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +18,7 @@ from chaos.system import ROOT, RunningSystem, free_ports
 from supervisor.process import ProcessId, read_stat
 from tests.harness.command_system import CommandOptions, CommandSystem
 
+HANG_AFTER_S = 1.0
 A_SWEEP_S = 6.5
 """Strays are looked for every five seconds."""
 
@@ -224,6 +228,36 @@ def test_one_that_works_at_its_limit_is_busy_and_is_left_alone(
     streams = [Stream(client, 600) for _ in range(12)]
     for stream in streams:
         assert stream.end(60.0).text == words(600)
+    after = servers.system.admin.status().group
+    assert (after.epoch, after.primary) == (before.epoch, before.primary)
+
+
+def test_a_server_that_waits_for_a_cpu_is_busy_and_is_left_alone(
+    servers: CommandSystem, client: openai.OpenAI
+) -> None:
+    """Nothing moves for seconds, and the reason is that the server has no CPU."""
+    name = servers.primary()
+    before = servers.system.admin.status().group
+    server, everywhere = servers.server(name).pid, os.sched_getaffinity(0)
+    servers.order(name, "churn")
+    wait_until(lambda: servers.cpu_s(name) > 1.0, "a canary that computes", timeout_s=20.0)
+    os.sched_setaffinity(server, {min(everywhere)})
+    os.sched_setscheduler(server, os.SCHED_IDLE, os.sched_param(0))
+    code = f"import os; os.sched_setaffinity(0, {{{min(everywhere)}}})\nwhile True: pass"
+    spinners = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(6)]
+    try:
+        waiting = beside(lambda: complete(client, 8))
+        time.sleep(5 * HANG_AFTER_S)
+        assert not waiting.done()
+        assert servers.system.admin.status().group.epoch == before.epoch
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+    os.sched_setscheduler(server, os.SCHED_OTHER, os.sched_param(0))
+    os.sched_setaffinity(server, everywhere)
+    assert waiting.result(60.0) == words(8)
+    servers.order(name, "well")
     after = servers.system.admin.status().group
     assert (after.epoch, after.primary) == (before.epoch, before.primary)
 
