@@ -86,6 +86,12 @@ class HttpEngine:
 
     async def complete(self, model: str, prompt: str, *, timeout_s: float) -> str | None:
         """The greedy answer to a prompt; None when there was none, for whatever reason."""
+        return (await self.ask(model, prompt, timeout_s=timeout_s))[1]
+
+    async def ask(
+        self, model: str, prompt: str, *, timeout_s: float
+    ) -> tuple[int | None, str | None]:
+        """The same with the status of the answer; None when none came."""
         body = {
             "model": model,
             "prompt": prompt,
@@ -94,9 +100,10 @@ class HttpEngine:
             "seed": 0,
         }
         answer = await self._ask("POST", "/v1/completions", body, timeout_s)
-        if answer is None or answer[0] != _OK:
-            return None
-        return _text_of(answer[1])
+        if answer is None:
+            return None, None
+        status, data = answer
+        return status, _text_of(data) if status == _OK else None
 
     async def _ask(
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float

@@ -26,6 +26,7 @@ from engines.command.errors import (
     NotReadyError,
     ServerEndedError,
     ServerNotReadyError,
+    ServerUnusableError,
     StaleOrderError,
     StrangerListensError,
 )
@@ -250,10 +251,18 @@ class CommandEngine:
             await asyncio.sleep(pause_s)
 
     async def _guard(self) -> None:
-        """End when somebody else listens where the server did."""
+        """End when somebody else listens where the server did, or nobody does for a while."""
+        patience_s = max(self._spec.hang_after_s, 2 * _OWNER_S)
+        heard_s = time.monotonic()
         while True:
-            if not self._process.is_still_ours():
+            is_ours, now_s = self._process.listens(), time.monotonic()
+            if is_ours is False:
                 raise StrangerListensError(self._process.address.port)
+            heard_s = now_s if is_ours else heard_s
+            if now_s - heard_s > patience_s:
+                raise ServerUnusableError(
+                    f"the server has not listened on {self._process.where} for {patience_s:g} s"
+                )
             await asyncio.sleep(_OWNER_S)
 
     def _server_ended(self, exit_status: int) -> None:

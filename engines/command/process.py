@@ -170,9 +170,11 @@ class ServerProcess:
             return True if self._socket_path.is_socket() else None
         return self.tree.owns_listeners(self.address.port)
 
-    def is_still_ours(self) -> bool:
-        """Whether nobody else listens at the server's address."""
-        return self._is_listening() is not False
+    def listens(self) -> bool | None:
+        """Whether the server listens; None: nobody does, False: somebody else."""
+        if self._is_unix:
+            return True if _accepts(self._socket_path) else None
+        return self._is_listening()
 
     def reap(self) -> None:
         """Bury every child that has ended; the server's end is known from here."""
@@ -195,6 +197,18 @@ class ServerProcess:
         if self._pid:
             await asyncio.wait([self.ended], timeout=1.0)
         self._socket_path.unlink(missing_ok=True)
+
+
+def _accepts(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(str(path))
+        except BlockingIOError:  # its backlog is full
+            return True
+        except OSError:
+            return False
+        return True
 
 
 def _short(path: Path) -> Path:

@@ -3,8 +3,8 @@
 Invariants
     1. Work is there when the server says so, or when one of our own requests waits for it: a
        server may not count what its HTTP side has not handed on.
-    2. Any change of the server's counters is a step, and so is every piece of an answer that we
-       have read: one that has no counters, or hangs in its `/metrics` only, still shows progress.
+    2. Any change of the server's counters is a step, and so is every piece of text that we have
+       read: one that has no counters, or hangs in its `/metrics` only, still shows progress.
     3. A page that does not come keeps what was known last: a server whose HTTP hangs too had work
        or had none, and has not moved since.
     4. A slow client is no work: what the server has sent is taken at once (see `relay`).
@@ -59,7 +59,7 @@ class Progress:
             self._publish()
 
     def piece(self) -> None:
-        """The server has sent something."""
+        """The server has sent text: more than a refusal, or a sign of life of its HTTP side."""
         self.pieces += 1
         self._step()
 

@@ -186,9 +186,9 @@ class Relay:
     ) -> End:
         reader, answer = EventReader(), _Answer()
         async for piece in response.content.iter_any():
-            self._progress.piece()
             for data in reader.feed(piece):
                 if text := answer.take(data):
+                    self._progress.piece()
                     send(Delta(0, [], text, answer.chars))
             if answer.is_done:
                 break

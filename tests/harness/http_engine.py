@@ -1,9 +1,10 @@
 """An OpenAI-compatible HTTP engine as a process of its own, with vLLM's names on `/metrics`.
 
 Not a model: it makes a token every few milliseconds while it has requests. What it does wrong is
-one word: `stall` (decode stands still), `mute` (its HTTP hangs too), `wrong`, `full` (429), `sick`
-(503, also on `/health`), `leave` (exit status 1), `refuse` (400), `deaf` (listens no more),
-`churn` (needs a CPU for each token), `well`. The prompt `poison` ends it.
+one word: `stall` (decode stands still), `mute` (its HTTP hangs too), `wrong`, `full` (429), `jam`
+(stands still, and takes nothing more: 429), `sick` (503, also on `/health`), `leave` (exit status
+1), `refuse` (400), `broken` (500), `deaf` (listens no more), `churn` (needs a CPU for each token),
+`well`. The prompt `poison` ends it.
 
 Who starts it as a test's own child tells it on its standard input, one word a line. With
 `--orders FILE` it looks there instead, for a line `PID WORD` with its own pid.
@@ -46,8 +47,10 @@ class Engine:
         is_chat = request.path.endswith("chat/completions")
         if body.get("prompt") == "poison":
             os._exit(3)
-        if self.mode == "full":
+        if self.mode in {"full", "jam"}:
             return web.json_response({"error": {"message": "queue full"}}, status=429)
+        if self.mode == "broken":
+            return web.json_response({"error": {"message": "cuda error"}}, status=500)
         if self.mode == "sick":
             return web.json_response({"error": {"message": "overloaded"}}, status=503)
         if self.mode == "refuse":
@@ -71,7 +74,7 @@ class Engine:
         try:
             for number in range(int(body.get("max_tokens") or 16)):
                 await asyncio.sleep(STEP_S)
-                await self._while("stall", "mute")
+                await self._while("stall", "mute", "jam")
                 if self.mode == "churn":
                     _burn(CHURN_S)
                 self.generated += 1

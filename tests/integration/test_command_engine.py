@@ -181,6 +181,10 @@ async def test_the_known_answer_is_the_text_of_a_greedy_completion(folder: Path)
         await asyncio.sleep(0.1)
         raw = await adapter.call("canary")
         assert bytes(msgspec.json.decode(raw, type=CanaryResult).token_ids) == b"x0 x1 x2 x3"
+        adapter.order("broken")
+        await asyncio.sleep(0.1)
+        raw = await adapter.call("canary")
+        assert msgspec.json.decode(raw, type=CanaryResult).token_ids == [500]
         adapter.order("stall")
         await asyncio.sleep(0.1)
         assert await refused(adapter, "canary") == "not_ready"
@@ -270,6 +274,17 @@ async def test_it_ends_when_a_stranger_takes_the_port_of_a_server_that_let_it_go
         stranger.listen()
         assert await adapter.ended() == 1
     assert "error: port_taken" in adapter.log.read_text()
+
+
+@pytest.mark.parametrize("where", ["port", "uds"])
+async def test_it_ends_when_its_server_listens_no_more(folder: Path, where: str) -> None:
+    address = "{port}" if where == "port" else "{socket}"
+    adapter = await started(
+        folder, [*SERVER, f"--{where}", address, "--orders", str(folder / "orders")]
+    ).ready()
+    adapter.order("deaf")
+    assert await adapter.ended() == 1
+    assert "error: server_unusable: the server has not listened" in adapter.log.read_text()
 
 
 async def test_a_socket_path_that_is_too_long_for_an_address_works(tmp_path: Path) -> None:

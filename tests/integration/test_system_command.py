@@ -171,12 +171,15 @@ def test_a_stopped_standby_is_replaced(servers: CommandSystem, client: openai.Op
     assert (after.group.primary, after.group.epoch) == (primary, epoch)
 
 
+@pytest.mark.parametrize("how", ["stall", "jam"])
 def test_decode_that_stands_still_behind_a_well_health_is_hung(
-    servers: CommandSystem, client: openai.OpenAI
+    servers: CommandSystem, client: openai.OpenAI, how: str
 ) -> None:
     name, epoch = servers.primary(), servers.system.admin.status().group.epoch
-    servers.order(name, "stall")
-    assert beside(lambda: complete(client)).result(30.0) == words(4), "asked again at the new one"
+    whole = beside(lambda: complete(client, 300))
+    time.sleep(0.5)
+    servers.order(name, how)
+    assert whole.result(30.0) == words(300), "asked again at the new one"
     assert servers.wait_epoch(epoch).group.primary != name
 
 
@@ -189,11 +192,12 @@ def test_a_standby_that_stands_still_is_replaced_too(servers: CommandSystem) -> 
     assert servers.primary() == primary
 
 
+@pytest.mark.parametrize("how", ["wrong", "broken"])
 def test_a_primary_that_answers_wrongly_is_replaced(
-    servers: CommandSystem, client: openai.OpenAI
+    servers: CommandSystem, client: openai.OpenAI, how: str
 ) -> None:
     name, epoch = servers.primary(), servers.system.admin.status().group.epoch
-    servers.order(name, "wrong")
+    servers.order(name, how)
     assert servers.wait_epoch(epoch).group.primary != name
     assert complete(client) == words(4)
 
