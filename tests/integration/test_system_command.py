@@ -104,7 +104,7 @@ def is_gone(process: ProcessId) -> bool:
 def test_the_official_client_is_served_and_the_status_is_honest(
     servers: CommandSystem, client: openai.OpenAI
 ) -> None:
-    assert servers.primary() == "chat-a"
+    assert servers.primary() in {"chat-a", "chat-b"}
     assert complete(client, 6) == words(6)
     answer = client.completions.create(model="chat", prompt="p", max_tokens=3)
     assert answer.usage is not None
@@ -243,8 +243,9 @@ def test_a_server_that_waits_for_a_cpu_is_busy_and_is_left_alone(
     name = servers.primary()
     before = servers.system.admin.status().group
     server, everywhere = servers.server(name).pid, os.sched_getaffinity(0)
+    computed_s = servers.cpu_s(name) + 1.0
     servers.order(name, "churn")
-    wait_until(lambda: servers.cpu_s(name) > 1.0, "a canary that computes", timeout_s=20.0)
+    wait_until(lambda: servers.cpu_s(name) > computed_s, "a canary that computes", timeout_s=20.0)
     os.sched_setaffinity(server, {min(everywhere)})
     os.sched_setscheduler(server, os.SCHED_IDLE, os.sched_param(0))
     code = f"import os; os.sched_setaffinity(0, {{{min(everywhere)}}})\nwhile True: pass"
