@@ -151,7 +151,7 @@ def _server(group: Group, engine: Engine, run: Path) -> Iterator[PlannedProcess]
         kind="server",
         name=engine.name,
         group=group.name,
-        device=",".join(group.devices),
+        device="",  # its command says where it computes
         argv=command,
         started_by="engine",
         sockets=(_instance(run, engine.name, "srv") if uses_socket else "127.0.0.1:<free port>",),
