@@ -311,8 +311,7 @@ class EngineUnit(Unit):
         """
         deadline = self.services.patience.deadline(timeout_s)
         while True:
-            raw = await self.call("drain", timeout_s=_DRAIN_ANSWER_S)
-            left = msgspec.json.decode(raw, type=Drained).open
+            left = (await self.ask("drain", Drained, timeout_s=_DRAIN_ANSWER_S)).open
             if not left or deadline.has_passed:
                 return left
             await asyncio.wait([self.died], timeout=_DRAIN_LOOK_S)
