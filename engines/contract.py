@@ -18,7 +18,8 @@ progress.open     - -> null (one memfd: `ProgressPage`)
 release_gateway   ReleaseGateway -> null      that gateway worker died: free its parked slots
 descriptors       - -> Descriptors (weights, KV extents, slot table): for a donation
 cache.rejoin      - -> null                   the daemon was restarted: register there again
-drain             - -> Drained                take no new request; ask again until none is open
+drain             - -> Drained                take no new request for `DRAIN_LEASE_S`; ask again
+                                              until none is open, then take the role away
 shutdown          - -> null                   leave in order; exit status 0
 
 Event `state` (EngineStatus) is sent whenever state, role or epoch change.
@@ -48,6 +49,7 @@ from cache.protocol import KvOpened, LoadSpec, Manifest
 __all__ = [
     "CONTROL_PROTOCOL",
     "CONTROL_VERSION",
+    "DRAIN_LEASE_S",
     "GENERATE_VERSION",
     "ZYGOTE_PROTOCOL",
     "ZYGOTE_VERSION",
@@ -87,6 +89,9 @@ CONTROL_VERSION: Final = 1
 GENERATE_VERSION: Final = 1
 ZYGOTE_PROTOCOL: Final = "understudy-zygote"
 ZYGOTE_VERSION: Final = 1
+
+DRAIN_LEASE_S: Final = 3.0
+"""A supervisor that dies while an engine drains must not leave one that refuses everybody."""
 
 Role = Literal["none", "primary", "standby", "batch"]
 EngineState = Literal["starting", "ready", "standby", "serving", "stopping", "failed"]

@@ -36,6 +36,7 @@ from engines.command.process import ServerProcess, become_subreaper, how_it_ende
 from engines.command.progress import Progress
 from engines.command.relay import Relay
 from engines.contract import (
+    DRAIN_LEASE_S,
     Assume,
     Assumed,
     CanaryResult,
@@ -76,7 +77,7 @@ class CommandEngine:
         self._state: EngineState = "starting"
         self._role: Role = "none"
         self._epoch = 0
-        self._is_draining = False
+        self._drains_until_s = 0.0
         self._start_ms: float | None = None
         self._error = ""
         self._progress = Progress()
@@ -139,7 +140,7 @@ class CommandEngine:
             raise NotPossibleError("a server cannot be the batch engine: it cannot be frozen")
         if order.role != "primary":
             self._generate.cut_all()
-        self._role, self._epoch, self._is_draining = order.role, order.epoch, False
+        self._role, self._epoch, self._drains_until_s = order.role, order.epoch, 0.0
         self._state = _STATE_OF_ROLE[order.role]
         self._progress.set_epoch(order.epoch)
         self._control.notify_state()
@@ -153,7 +154,8 @@ class CommandEngine:
 
     def drain(self) -> Drained:
         """See `EngineHost`."""
-        self._is_draining = True
+        # A lease: whoever ordered it may be gone before the role is, and requests must go on then.
+        self._drains_until_s = time.monotonic() + DRAIN_LEASE_S
         return Drained(self._generate.open_requests if self._generate is not None else 0)
 
     def request_shutdown(self) -> None:
@@ -164,8 +166,10 @@ class CommandEngine:
 
     def _gate(self, frame: Generate) -> GenerateError | None:
         """Why a request is not for us now; None: it is."""
-        if self._role != "primary" or self._state != "serving" or self._is_draining:
-            text = f"{self._spec.name} takes no requests: it is {self._state}"
+        is_draining = time.monotonic() < self._drains_until_s
+        if self._role != "primary" or self._state != "serving" or is_draining:
+            what = "draining" if is_draining else self._state
+            text = f"{self._spec.name} takes no requests: it is {what}"
             return GenerateError("not_serving", text, status=503, resumable=True)
         if frame.epoch != self._epoch:
             text = f"epoch {frame.epoch} was asked, this engine is at epoch {self._epoch}"

@@ -20,9 +20,11 @@ from engines.command.processes import ServerTree
 from engines.contract import (
     CONTROL_PROTOCOL,
     CONTROL_VERSION,
+    DRAIN_LEASE_S,
     Assume,
     CanaryResult,
     CommandSpec,
+    Drained,
     EngineFrame,
     EngineStatus,
     Generate,
@@ -166,6 +168,25 @@ async def test_it_serves_as_primary_of_its_epoch_only_and_refuses_what_is_past(
         adapter.process.terminate()
     assert await adapter.ended() == 0
     assert names_in(folder) <= {"log", "spec.json", "orders"}
+
+
+async def test_a_drain_that_nobody_repeats_is_over(folder: Path) -> None:
+    adapter = await started(folder).ready()
+    try:
+        await adapter.call("assume", Assume("primary", 1))
+        raw = await adapter.call("drain")
+        assert msgspec.json.decode(raw, type=Drained).open == 0
+        (frame,) = await adapter.ask(1)
+        assert isinstance(frame, GenerateError)
+        assert (frame.code, frame.resumable) == ("not_serving", True)
+        await asyncio.sleep(DRAIN_LEASE_S)
+        assert len(await adapter.ask(1)) == 5
+        await adapter.call("drain")
+        await adapter.call("assume", Assume("primary", 2))
+        assert len(await adapter.ask(2)) == 5, "a role ends the draining"
+    finally:
+        adapter.process.terminate()
+        await adapter.ended()
 
 
 async def test_the_known_answer_is_the_text_of_a_greedy_completion(folder: Path) -> None:
