@@ -18,6 +18,8 @@ progress.open     - -> null (one memfd: `ProgressPage`)
 release_gateway   ReleaseGateway -> null      that gateway worker died: free its parked slots
 descriptors       - -> Descriptors (weights, KV extents, slot table): for a donation
 cache.rejoin      - -> null                   the daemon was restarted: register there again
+drain             - -> Drained                take no new request for `DRAIN_LEASE_S`; ask again
+                                              until none is open, then take the role away
 shutdown          - -> null                   leave in order; exit status 0
 
 Event `state` (EngineStatus) is sent whenever state, role or epoch change.
@@ -33,6 +35,9 @@ Rules of generation
     6. On resume the engine sends only tokens behind `resume.token_ids` and text behind
        `resume.chars`. Text is a pure function of the ids.
     7. A gateway that does not read stops its own row, and no other.
+    8. A stream that was accepted as not `resumable` ends with its engine: the gateway begins anew
+       as long as its client has got nothing, and else ends with an error. Such an engine knows no
+       token ids: its deltas have text only.
 """
 
 from typing import Any, Final, Literal
@@ -44,6 +49,7 @@ from cache.protocol import KvOpened, LoadSpec, Manifest
 __all__ = [
     "CONTROL_PROTOCOL",
     "CONTROL_VERSION",
+    "DRAIN_LEASE_S",
     "GENERATE_VERSION",
     "ZYGOTE_PROTOCOL",
     "ZYGOTE_VERSION",
@@ -54,9 +60,11 @@ __all__ = [
     "Cancel",
     "ChildRecord",
     "Children",
+    "CommandSpec",
     "Delta",
     "Descriptors",
     "DeviceMemory",
+    "Drained",
     "End",
     "EngineFrame",
     "EngineSpec",
@@ -82,6 +90,9 @@ GENERATE_VERSION: Final = 1
 ZYGOTE_PROTOCOL: Final = "understudy-zygote"
 ZYGOTE_VERSION: Final = 1
 
+DRAIN_LEASE_S: Final = 3.0
+"""A supervisor that dies while an engine drains must not leave one that refuses everybody."""
+
 Role = Literal["none", "primary", "standby", "batch"]
 EngineState = Literal["starting", "ready", "standby", "serving", "stopping", "failed"]
 """`ready`: attached and proven, waits for a role. `serving`: primary or batch."""
@@ -106,6 +117,20 @@ class EngineSpec(msgspec.Struct, frozen=True):
     ballast_bytes: int = 0
     niceness: int = 0
     max_unsent_tokens: int = 512  # per stream; above it the row pauses until the gateway reads
+
+
+class CommandSpec(msgspec.Struct, frozen=True):
+    """Start of a command engine: `python -m engines.command SPECFILE`."""
+
+    name: str
+    group: str
+    instance: str
+    run_dir: str  # absolute; sockets are made here
+    command: list[str]  # with `{port}` or `{socket}`
+    max_open: int  # requests that may be at the server at once; above it `queue_full`
+    start_timeout_s: float  # until the server answers a first request
+    hang_after_s: float
+    python_path: str | None = None  # the server's own PYTHONPATH: ours is none of its business
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
@@ -135,6 +160,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     cache_registered: bool = False
     error: str = ""
     device_memory: DeviceMemory | None = None  # None on the CPU, and before `ready`
+    resumable: bool = True  # whether its streams go on at a successor
 
 
 class Assume(msgspec.Struct, frozen=True):
@@ -175,6 +201,12 @@ class ReleaseGateway(msgspec.Struct, frozen=True):
     """This gateway worker is dead; nobody will resume its streams."""
 
     gateway: str
+
+
+class Drained(msgspec.Struct, frozen=True):
+    """How far the engine is; a role that it takes later ends the draining."""
+
+    open: int  # requests that are still answered
 
 
 class Descriptors(msgspec.Struct, frozen=True):
@@ -253,6 +285,7 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", tag_field="type"):
     epoch: int
     source: Literal["fresh", "slot", "replay"]
     exact: bool
+    resumable: bool = True  # see rule 8
 
 
 class Delta(msgspec.Struct, frozen=True, tag="delta", tag_field="type"):
@@ -277,7 +310,8 @@ class GenerateError(msgspec.Struct, frozen=True, tag="error", tag_field="type"):
     `resumable`: the gateway should wait for the next route and try again. `status` is the HTTP
     status for a client that has not seen a byte. Codes: `context_length_exceeded` (400),
     `invalid_request` (400), `queue_full` (429), `not_serving` and `stale_epoch` (resumable),
-    `prompt_needed` (see `Resume`), `superseded`, `engine_failed` (resumable), `poison` (500).
+    `prompt_needed` (see `Resume`), `not_resumable` (502), `superseded`, `engine_failed`
+    (resumable), `poison` (500).
     """
 
     code: str
@@ -303,6 +337,9 @@ class ProgressPage:
     somebody else holds), handled (commands that the model thread has carried out). Only `posted`
     (commands given to it) is written by the thread that listens. Work that waits is `runnable > 0`
     or `posted != handled`; with it, `steps` must rise.
+
+    The words `tree_*` are about processes below the engine's own, where the work is done by them
+    (else zero): nanoseconds on a CPU and on run queues, and whether one is in state `R` or `T`.
     """
 
     SIZE_BYTES: Final = 4096
@@ -310,6 +347,7 @@ class ProgressPage:
     FIELDS: Final = (
         "steps", "tokens", "active", "queued", "step_started_ns", "step_finished_ns", "epoch",
         "runnable", "handled", "posted",
+        "tree_on_cpu_ns", "tree_run_delay_ns", "tree_runnable", "tree_stopped",
     )  # fmt: skip
 
     def __init__(self, buffer: memoryview) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shlex
 from typing import TYPE_CHECKING
 
 from supervisor.cli.options import FileArgument, Output, OutputOption
@@ -42,6 +43,10 @@ def _show(plan: "Plan", available_bytes: int) -> None:
     for process in plan.processes:
         for socket in process.sockets:
             out.print(f"  {process.name}  {socket}", markup=False)
+    if servers := [process for process in plan.processes if process.kind == "server"]:
+        out.print("commands:")
+        for process in servers:
+            out.print(f"  {process.name}  {shlex.join(process.argv)}", markup=False)
     out.print()
     for group in plan.groups:
         out.print(_group_line(group))
@@ -59,7 +64,8 @@ def _process_table(plan: "Plan") -> "Table":
         table.add_column(heading, no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
     for number, process in enumerate(plan.processes):
-        memory = readable(process.memory_bytes) + (" (brief)" if process.is_short_lived else "")
+        memory = readable(process.memory_bytes) if process.memory_bytes else "not known"
+        memory += " (brief)" if process.is_short_lived else ""
         row = (process.kind, process.name, process.device or "-", process.started_by)
         table.add_row(str(number), *row, memory)
     return table
@@ -69,6 +75,8 @@ def _group_line(group: "GroupPlan") -> str:
     from supervisor.topology.findings import readable
 
     estimate = group.memory
+    if not group.model:
+        return f"group {group.name}: what its servers take is not known here"
     weights = "unknown" if estimate.weights_bytes is None else readable(estimate.weights_bytes)
     kv = "unknown" if estimate.kv_bytes is None else readable(estimate.kv_bytes)
     parts = [f"weights {weights}" + (f" x {estimate.copies}" if estimate.copies > 1 else "")]

@@ -9,7 +9,7 @@ Invariants
        before it takes the next frame, or gives the client up.
     2. A frame that violates the order changes nothing.
     3. `resume()` is None as long as no engine has accepted: then the request starts afresh, with
-       the same id and seed.
+       the same id and seed. So it does behind `restart`, which only who has emitted nothing calls.
 
 WARNING: on a cut, discard the old connection's unread frames first and ask `resume()` afterwards.
 """
@@ -49,6 +49,7 @@ class Delivery:
         self._epoch = -1
         self._accepted = False
         self._ended = False
+        self.is_resumable = True  # as the engine said that accepted last
 
     @property
     def was_accepted(self) -> bool:
@@ -64,6 +65,14 @@ class Delivery:
         """A new attempt, at an engine of this epoch; what the last one still had is void."""
         self._epoch = epoch
         self._accepted = False
+
+    def restart(self) -> None:
+        """Nothing of what came has reached a client, and nobody can go on with it: begin anew."""
+        self.prompt_ids = None
+        self.token_ids = []
+        self.chars = 0
+        self._accepted = False
+        self.is_resumable = True
 
     def resume(self, *, with_prompt: bool = True) -> Resume | None:
         """What to tell the next engine; None: start afresh."""
@@ -104,6 +113,7 @@ class Delivery:
         if not resumed:
             self.prompt_ids = frame.prompt_ids
         self._accepted = True
+        self.is_resumable = frame.resumable
         return Started(frame.source, resumed)
 
     def _append(self, frame: Delta) -> Emit:

@@ -62,6 +62,11 @@ class TextSink:
         """Keep a piece."""
         self._pieces.append(text)
 
+    def restart(self) -> bool:
+        """Forget everything: the client has not got a byte of it."""
+        self._pieces.clear()
+        return True
+
     @property
     def whole(self) -> str:
         """Everything so far."""
@@ -92,6 +97,10 @@ class SseSink:
             ConnectionError: the client is gone, or takes nothing.
         """
         await self._write(self._answer.text(text))
+
+    def restart(self) -> bool:
+        """Whether the answer may begin anew: not once the client has got some of it."""
+        return not self.is_open
 
     async def finish(self, end: End) -> None:
         """Send the last chunks; after it the caller returns the response."""

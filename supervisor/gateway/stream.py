@@ -74,6 +74,9 @@ class Sink(Protocol):
             ConnectionError: the client is gone.
         """
 
+    def restart(self) -> bool:
+        """Forget all text, if the client has not got any of it; whether that is so."""
+
 
 class LiveConnections:
     """All open engine connections, so that a new table can cut those that it no longer names."""
@@ -333,11 +336,13 @@ class EngineStream:
             raise self._refusal(frame)
         step = self._delivery.take(frame)
         if isinstance(step, End):
+            if not self._delivery.token_ids:  # an engine that knows its tokens by number only
+                self._counters.tokens += step.usage.completion_tokens
             return step
         if isinstance(step, Started):
             self._started(step)
         elif step.tokens or step.text:
-            if trial is not None and step.tokens:
+            if trial is not None:
                 trial.saw_tokens()
             await self._emit(target, step)
         return None
@@ -353,7 +358,7 @@ class EngineStream:
     async def _emit(self, target: RouteTarget, step: Emit) -> None:
         self._retry.progress()
         self._counters.tokens += step.tokens
-        if self._awaits_first_token and step.tokens:
+        if self._awaits_first_token:
             self._awaits_first_token = False
             if self._model.tier == "primary":
                 self._context.on_first_token(self._model.group, target.epoch, self._source)
@@ -366,7 +371,8 @@ class EngineStream:
 
     def _refusal(self, frame: GenerateError) -> Exception:
         """Whether this refusal is for the client or only for this attempt."""
-        is_full = frame.status == 429 and self._delivery.was_accepted
+        delivery = self._delivery
+        is_full = frame.status == 429 and delivery.was_accepted and delivery.is_resumable
         if frame.code == "prompt_needed":
             return PromptNeededError(frame.message)
         if frame.resumable or is_full:
@@ -407,11 +413,29 @@ class EngineStream:
                 "the answer could not be continued without repeating or losing text",
             )
         self._awaits_first_token = True
+        if self._delivery.was_accepted and not self._delivery.is_resumable:
+            self._begin_anew(error)
         if not self._delivery.was_accepted:
             self._counters.retried += 1
         if self._deadline is None:
             now = asyncio.get_running_loop().time()
             self._deadline = now + self._context.limits.resume_deadline_s
+
+    def _begin_anew(self, error: AttemptFailedError) -> None:
+        """Nobody can go on with this stream: serve the request from its beginning.
+
+        Raises:
+            ApiError: the client has a part of the answer, and another one would not fit to it.
+        """
+        if not self._sink.restart():
+            raise ApiError(
+                502,
+                "stream_lost",
+                f"the engine was lost in the middle of the answer ({error.stable_code}), and this "
+                "kind of engine cannot go on with another one's: ask again",
+            )
+        self._delivery.restart()
+        self._deadline = asyncio.get_running_loop().time() + self._context.limits.park_timeout_s
 
     def _too_late(self) -> ApiError:
         limits = self._context.limits

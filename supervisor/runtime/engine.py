@@ -20,6 +20,7 @@ from engines.contract import (
     Assume,
     Assumed,
     CanaryResult,
+    Drained,
     EngineSpec,
     EngineStatus,
 )
@@ -35,14 +36,14 @@ from supervisor.errors import (
 )
 from supervisor.gateway.protocol import RouteTarget
 from supervisor.process import ProcessId, open_log
-from supervisor.runtime.enginespec import spec_of
+from supervisor.runtime.enginespec import command_spec_of, spec_of
 from supervisor.runtime.lack import is_our_lack
 from supervisor.runtime.lastwords import code_of
 from supervisor.runtime.progress import MappedProgress
 from supervisor.runtime.services import Services
 from supervisor.runtime.unit import Unit
 from supervisor.runtime.zygote import ZygoteUnit
-from supervisor.topology.schema import Engine, EngineRole, Group
+from supervisor.topology.schema import Engine, EngineKind, EngineRole, Group
 
 __all__ = ["EngineUnit"]
 
@@ -57,6 +58,8 @@ _MAKE_PRIMARY: Final = frozenset({
 _MAKE_HARMLESS: Final = frozenset({
     StateEvent.SPAWNED, StateEvent.STANDBY_CONFIRMED, StateEvent.BATCH_CONFIRMED,
 })  # fmt: skip
+_DRAIN_ANSWER_S: Final = 2.0
+_DRAIN_LOOK_S: Final = 0.05
 
 
 class EngineUnit(Unit):
@@ -158,21 +161,8 @@ class EngineUnit(Unit):
         self.apply(StateEvent.SPAWNED)
         instance = self.begin()
         self._forget()
-        spec = spec_of(
-            self.services, self._group, self.settings, instance,
-            load=self._load, attach_timeout_s=load_timeout_s,
-        )  # fmt: skip
-        how = "cold"
         with self.starts.refusals():
-            if zygote is not None and zygote.is_ready:
-                how = "zygote"
-                process = await self._fork(zygote, spec)
-                if self.state is not EngineState.STARTING:  # nobody waited for a fork so slow
-                    raise StartFailedError(f"{self.name} is {self.state}, its fork came too late",
-                                           hint="it is ended, and another is started")  # fmt: skip
-                self.take(process, instance)
-            else:
-                self.spawn_module("engines.native", spec, with_model=True)
+            how = await self._begin_process(instance, zygote, load_timeout_s)
             await self.join(timeout_s=self._group.health.start_timeout)
             await self._wait_ready(self._group.health.start_timeout + load_timeout_s)
         took_s = self.uptime_s
@@ -182,6 +172,27 @@ class EngineUnit(Unit):
             self.services.metrics.attach(self.group, attach_ms / 1000)
         self.emit("engine_ready", f"{self.name} is attached", took_s=round(took_s, 3), how=how,
                   attach_ms=attach_ms, instance=instance, pid=self.pid)  # fmt: skip
+
+    async def _begin_process(
+        self, instance: str, zygote: ZygoteUnit | None, load_timeout_s: float
+    ) -> str:
+        """Fork or spawn the instance; which of the two it was, as metrics name it."""
+        if self.drains:
+            server = command_spec_of(self.services, self._group, self.settings, instance,
+                                     load_timeout_s=load_timeout_s)  # fmt: skip
+            self.spawn_module("engines.command", server, with_model=False)
+            return "cold"
+        spec = spec_of(self.services, self._group, self.settings, instance,
+                       load=self._load, attach_timeout_s=load_timeout_s)  # fmt: skip
+        if zygote is None or not zygote.is_ready:
+            self.spawn_module("engines.native", spec, with_model=True)
+            return "cold"
+        process = await self._fork(zygote, spec)
+        if self.state is not EngineState.STARTING:  # nobody waited for a fork so slow
+            raise StartFailedError(f"{self.name} is {self.state}, its fork came too late",
+                                   hint="it is ended, and another is started")  # fmt: skip
+        self.take(process, instance)
+        return "zygote"
 
     def give_up_error(self) -> StartFailedError:
         """Why it is not tried again."""
@@ -292,6 +303,24 @@ class EngineUnit(Unit):
         """Tell the engine its role; it adopts or gives up the KV arena before it answers."""
         return await self.ask("assume", Assumed, Assume(role, epoch), timeout_s=timeout_s)
 
+    @property
+    def drains(self) -> bool:
+        """Whether its streams cannot be handed over, so that they must end before it gives up."""
+        return self.settings.kind is EngineKind.COMMAND
+
+    async def drain(self, *, timeout_s: float) -> int:
+        """Let it take no new request, and wait for those that are open; how many are left.
+
+        Raises:
+            UnderstudyError: it died meanwhile, or does not answer.
+        """
+        deadline = self.services.patience.deadline(timeout_s)
+        while True:
+            left = (await self.ask("drain", Drained, timeout_s=_DRAIN_ANSWER_S)).open
+            if not left or deadline.has_passed:
+                return left
+            await asyncio.wait([self.died], timeout=_DRAIN_LOOK_S)
+
     async def run_canary(self, *, timeout_s: float) -> CanaryResult:
         """Ask the built-in question."""
         self.canary = await self.ask("canary", CanaryResult, timeout_s=timeout_s)
@@ -313,12 +342,13 @@ class EngineUnit(Unit):
             self._judge.void()
             return Verdict.HEALTHY
         assert self.pid is not None  # noqa: S101 - alive
-        cpu = self.services.machine.cpu(self.pid)
+        progress = self._progress
+        cpu = progress.with_processes_below(self.services.machine.cpu(self.pid))
         sample = Sample(
             at_ns=self.services.clock.monotonic_ns(),
-            steps=self._progress.steps,
-            has_work=self._progress.has_work,
-            is_stopped=self.is_stopped_by_signal,
+            steps=progress.steps,
+            has_work=progress.has_work,
+            is_stopped=self.is_stopped_by_signal or progress.is_stopped_below,
             on_cpu_ns=cpu.on_cpu_ns,
             run_delay_ns=cpu.run_delay_ns,
             is_runnable=cpu.is_runnable,

@@ -1,13 +1,14 @@
 """What an instance of an engine is told when it is started."""
 
+import os
 from typing import Final
 
 from cache.protocol import LoadSpec
-from engines.contract import EngineSpec
+from engines.contract import CommandSpec, EngineSpec
 from supervisor.runtime.services import Services
 from supervisor.topology.schema import Engine, EngineRole, Group
 
-__all__ = ["spec_of"]
+__all__ = ["command_spec_of", "spec_of"]
 
 _BATCH_NICENESS: Final = 10
 
@@ -40,4 +41,21 @@ def spec_of(
         attach_timeout_s=attach_timeout_s,
         ballast_bytes=engine.ballast,
         niceness=_BATCH_NICENESS if is_batch else 0,
+    )
+
+
+def command_spec_of(
+    services: Services, group: Group, engine: Engine, instance: str, *, load_timeout_s: float
+) -> CommandSpec:
+    """The same for an adapter and the server that it runs."""
+    return CommandSpec(
+        name=engine.name,
+        group=group.name,
+        instance=instance,
+        run_dir=str(services.paths.run),
+        command=engine.command or [],
+        max_open=group.kv.slots + group.max_queue,
+        start_timeout_s=group.health.start_timeout + load_timeout_s,
+        hang_after_s=group.health.hang_after,
+        python_path=os.environ.get("PYTHONPATH"),
     )

@@ -94,6 +94,7 @@ class GroupRuntime:
             on_change=self.reconcile, on_exit_report=self._fork_reaped,
         )  # fmt: skip
         self.load, self.engines = members.load, members.engines
+        self.has_zygote = not group.runs_commands
         self.zygote, self.zygote_pulse = members.zygote, members.zygote_pulse
         self.cache, self.cache_pulse = members.cache, members.cache_pulse
         self.chores = GroupChores(self)

@@ -275,11 +275,16 @@ class LocalMachine:
         found = await asyncio.to_thread(find_marked, state_id)
         # Workers inside an engine's own tree carry its marker too; only leaders are units.
         looks = ((process, instance, read_stat(process.pid)) for process, instance in found)
-        return [
+        leaders = [
             LeftBehind(process, instance, stat.state == "T")
             for process, instance, stat in looks
             if stat is not None and stat.session == process.pid
         ]
+        # A worker may have left the session and lead one of its own: the oldest is the unit.
+        oldest: dict[str, LeftBehind] = {}
+        for left in sorted(leaders, key=lambda one: one.process.start_ticks, reverse=True):
+            oldest[left.instance] = left
+        return list(oldest.values())
 
     def signal(self, process: ProcessId, sig: Signals) -> bool:
         """See `Machine`."""

@@ -58,12 +58,16 @@ def members_of(
 
 
 def _load_of(group: Group) -> LoadSpec:
+    model, device = group.model, group.devices[0]
+    if model is None:  # servers that load their own weights, and are told of them by their commands
+        return LoadSpec(model_path="", dtype="float32", quantization="none", revision="",
+                        device=device)  # fmt: skip
     return LoadSpec(
-        model_path=str(Path(group.model.path).resolve()),
-        dtype=group.model.dtype,
-        quantization=group.model.quantization,
-        revision=group.model.revision,
-        device=group.devices[0],
+        model_path=str(Path(model.path).resolve()),
+        dtype=model.dtype,
+        quantization=model.quantization,
+        revision=model.revision,
+        device=device,
     )
 
 

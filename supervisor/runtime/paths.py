@@ -37,6 +37,10 @@ class StatePaths:
         """HTTP socket of an engine."""
         return self.run / f"{instance}.http"
 
+    def server(self, instance: str) -> Path:
+        """Socket of a command engine's server, where it takes one."""
+        return self.run / f"{instance}.srv"
+
     def cache(self, group: str) -> Path:
         """Socket of the group's cache daemon: the same for every instance of it."""
         return self.run / f"cache-{group}.sock"
@@ -60,6 +64,7 @@ class StatePaths:
             self.control(instance),
             self.generate(instance),
             self.http(instance),
+            self.server(instance),
         ):
             with contextlib.suppress(OSError):  # a disk that takes nothing; the names are unique
                 path.unlink(missing_ok=True)

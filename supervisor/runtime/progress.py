@@ -4,6 +4,7 @@ import contextlib
 import mmap
 
 from engines.contract import ProgressPage
+from supervisor.runtime.machine import CpuLook
 
 __all__ = ["MappedProgress"]
 
@@ -35,6 +36,20 @@ class MappedProgress:
     def has_work(self) -> bool:
         """Whether rows decode or orders wait."""
         return self._page.has_work
+
+    @property
+    def is_stopped_below(self) -> bool:
+        """Whether a process that does the engine's work, as a server does, is in state `T`."""
+        return bool(self._page.get("tree_stopped"))
+
+    def with_processes_below(self, own: CpuLook) -> CpuLook:
+        """The engine's own account and that of the processes that do its work."""
+        page = self._page
+        return CpuLook(
+            on_cpu_ns=own.on_cpu_ns + page.get("tree_on_cpu_ns"),
+            run_delay_ns=own.run_delay_ns + page.get("tree_run_delay_ns"),
+            is_runnable=own.is_runnable or bool(page.get("tree_runnable")),
+        )
 
     def close(self) -> None:
         """Unmap it."""

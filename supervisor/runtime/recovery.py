@@ -176,6 +176,7 @@ class Recovery:
         epoch = group.epoch + 1
         try:
             await self._reach(new)
+            await self._drain(old, operation)
             await self._cut(operation)
             await self._demote(old, epoch)
             operation.phase("fence")
@@ -187,6 +188,21 @@ class Recovery:
             raise
         self._done(operation)
         return operation
+
+    async def _drain(self, old: "EngineUnit", operation: OpenOperation) -> None:
+        """Let streams end that nobody could go on with; one that does not drain is no obstacle."""
+        if not old.drains:
+            return
+        timeout_s = self._group.settings.failover.drain_timeout
+        try:
+            left = await old.drain(timeout_s=timeout_s)
+        except UnderstudyError as error:
+            old.emit("drain_failed", f"{old.name} does not drain: {error}")
+        else:
+            if left:
+                text = f"{old.name} still has {left} streams after {timeout_s:g} s: they end"
+                old.emit("drain_incomplete", text)
+        operation.phase("drain")
 
     async def _demote(self, old: "EngineUnit", epoch: int) -> None:
         old.apply(StateEvent.DEMOTION_ORDERED)

@@ -26,11 +26,12 @@ def snapshot_of(group: "GroupRuntime") -> GroupSnapshot:
         has_stray=group.strays.has_engine_of(pair),
         zygote_is_ready=zygote.is_ready,
         zygote_is_silent=group.zygote_pulse.is_silent and is_free("end zygote"),
-        zygote_may_start=not zygote.is_alive
+        zygote_may_start=group.has_zygote
+        and not zygote.is_alive
         and not zygote.starts.has_given_up
         and zygote.starts.may_start
         and is_free("zygote"),
-        zygote_has_given_up=zygote.starts.has_given_up,
+        zygote_has_given_up=not group.has_zygote or zygote.starts.has_given_up,
         cache_is_silent=group.cache_pulse is not None
         and group.cache_pulse.is_silent
         and is_free("end cache"),

@@ -35,6 +35,7 @@ def group_status(group: GroupRuntime) -> dict[str, Any]:
         "unkillable": [e.name for e in group.engines if e.state is EngineState.UNKILLABLE],
         "crashed": group.deaths.crashed,
         "zygote": {
+            "wanted": group.has_zygote,
             "pid": group.zygote.pid,
             "ready": group.zygote.is_ready,
             "given_up": group.zygote.starts.has_given_up,
@@ -82,6 +83,7 @@ def engine_status(engine: EngineUnit) -> dict[str, Any]:
         "restarts": engine.starts.record.restarts,
         "uptime_s": round(engine.uptime_s, 3),
         "exact": own.exact if own is not None else None,
+        "resumable": own.resumable if own is not None else None,
         "active": engine.active,
         "queued": engine.queue_depth,
         "parked": own.parked if own is not None else 0,

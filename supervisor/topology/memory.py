@@ -5,21 +5,24 @@ An estimate for `plan` and `check`, made before anything is started. Weights and
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from cache.blocks import BLOCK, FP8_BLOCK
 from cache.protocol import TENSOR_ALIGNMENT_BYTES, KvGeometry, dtype_bytes
-from supervisor.topology.checkpoint import Checkpoint
+from supervisor.topology.checkpoint import Checkpoint, read_checkpoint
 from supervisor.topology.schema import Engine, EngineRole, Group
 
 __all__ = [
     "CACHE_DAEMON_BYTES",
+    "COMMAND_BYTES",
     "ENGINE_BYTES",
     "GATEWAY_BYTES",
     "LOADER_BYTES",
     "SUPERVISOR_BYTES",
     "ZYGOTE_BYTES",
     "GroupMemory",
+    "checkpoint_of",
     "estimate_group",
     "kv_geometry",
     "weights_bytes",
@@ -34,6 +37,8 @@ ENGINE_BYTES: Final = 150 * _MIB
 LOADER_BYTES: Final = 500 * _MIB
 """Short-lived; gone before the first engine is ready."""
 CACHE_DAEMON_BYTES: Final = 40 * _MIB
+COMMAND_BYTES: Final = 60 * _MIB
+"""The adapter of a server; what the server takes is its own business, and not known here."""
 GATEWAY_BYTES: Final = 70 * _MIB
 SUPERVISOR_BYTES: Final = 80 * _MIB
 
@@ -61,6 +66,13 @@ class GroupMemory:
         return shared + private + self.processes_bytes
 
 
+def checkpoint_of(group: Group) -> Checkpoint:
+    """The group's checkpoint as far as it is readable; empty where servers load their own."""
+    if group.model is None or group.runs_commands:
+        return Checkpoint(Path(), {}, (), ())
+    return read_checkpoint(group.model.path)
+
+
 def weights_bytes(checkpoint: Checkpoint, dtype: str, quantization: str = "none") -> int | None:
     """Size of the weight arena: floating tensors in `dtype`, each aligned.
 
@@ -85,7 +97,7 @@ def kv_geometry(
     """The KV arena of the group, or the private one of a batch engine."""
     layers, heads = checkpoint.number("num_hidden_layers"), checkpoint.number("num_attention_heads")
     hidden = checkpoint.number("hidden_size")
-    if layers is None or heads is None:
+    if layers is None or heads is None or group.model is None:
         return None
     head_dim = checkpoint.number("head_dim") or (hidden // heads if hidden else None)
     if head_dim is None:
@@ -109,6 +121,9 @@ def estimate_group(group: Group, checkpoint: Checkpoint) -> GroupMemory:
         geometry = kv_geometry(checkpoint, group, engine)
         if engine.role is EngineRole.BATCH and geometry:
             private[engine.name] = geometry.total_bytes
+    if group.model is None or group.runs_commands:
+        adapters_bytes = COMMAND_BYTES * len(group.engines)
+        return GroupMemory(None, len(group.engines), None, {}, 0, adapters_bytes)
     uses_cache = group.cache.mode != "off"
     daemon_bytes = CACHE_DAEMON_BYTES if group.cache.mode == "daemon" else 0
     return GroupMemory(

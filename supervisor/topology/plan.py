@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from supervisor.topology import memory
-from supervisor.topology.checkpoint import read_checkpoint
-from supervisor.topology.memory import GroupMemory, estimate_group
-from supervisor.topology.schema import EngineRole, Group, Topology
+from supervisor.topology.memory import GroupMemory, checkpoint_of, estimate_group
+from supervisor.topology.schema import Engine, EngineRole, Group, Topology
 
 __all__ = ["GroupPlan", "Plan", "PlannedProcess", "plan_topology"]
 
@@ -29,7 +28,7 @@ class PlannedProcess:
     device: str
     argv: tuple[str, ...]
     started_by: str
-    """`supervisor`, `zygote` (a fork) or `cache daemon` (its child)."""
+    """`supervisor`, `zygote` (a fork), `cache daemon` or `engine` (their child)."""
     sockets: tuple[str, ...]
     """`<8 hex>` stands for the digits that tell one life of a process from the next."""
     memory_bytes: int
@@ -68,8 +67,9 @@ def plan_topology(topology: Topology) -> Plan:
     processes = [_supervisor(topology, state_dir), *_gateways(topology, state_dir / "run")]
     groups = []
     for group in topology.groups:
-        estimate = estimate_group(group, read_checkpoint(group.model.path))
-        groups.append(GroupPlan(group.name, str(group.model.path), tuple(group.devices), estimate))
+        estimate = estimate_group(group, checkpoint_of(group))
+        model = str(group.model.path) if group.model is not None else ""
+        groups.append(GroupPlan(group.name, model, tuple(group.devices), estimate))
         processes += _group_processes(group, estimate, state_dir / "run")
     return Plan(
         name=topology.name,
@@ -97,6 +97,10 @@ def _supervisor(topology: Topology, state_dir: Path) -> PlannedProcess:
 
 
 def _group_processes(group: Group, estimate: GroupMemory, run: Path) -> Iterator[PlannedProcess]:
+    if group.runs_commands:
+        for engine in _in_start_order(group):
+            yield from _server(group, engine, run)
+        return
     if group.cache.mode == "daemon":
         yield from _cache(group, estimate, run)
     name = f"zygote-{group.name}"
@@ -110,7 +114,7 @@ def _group_processes(group: Group, estimate: GroupMemory, run: Path) -> Iterator
         sockets=(_instance(run, name, "sock"),),
         memory_bytes=memory.ZYGOTE_BYTES,
     )
-    for engine in sorted(group.engines, key=lambda engine: _ROLE_ORDER.index(engine.role)):
+    for engine in _in_start_order(group):
         own_weights = estimate.weights_bytes or 0 if group.cache.mode == "off" else 0
         private_kv = estimate.private_kv_bytes.get(engine.name, 0)
         yield PlannedProcess(
@@ -123,6 +127,36 @@ def _group_processes(group: Group, estimate: GroupMemory, run: Path) -> Iterator
             sockets=tuple(_instance(run, engine.name, s) for s in ("sock", "gen", "http")),
             memory_bytes=memory.ENGINE_BYTES + own_weights + private_kv + engine.ballast,
         )
+
+
+def _in_start_order(group: Group) -> list[Engine]:
+    return sorted(group.engines, key=lambda engine: _ROLE_ORDER.index(engine.role))
+
+
+def _server(group: Group, engine: Engine, run: Path) -> Iterator[PlannedProcess]:
+    """The adapter and the server below it."""
+    yield PlannedProcess(
+        kind=f"engine ({engine.role.value})",
+        name=engine.name,
+        group=group.name,
+        device="",
+        argv=("python", "-m", "engines.command", f"<{engine.name}.json>"),
+        started_by="supervisor",
+        sockets=tuple(_instance(run, engine.name, s) for s in ("sock", "gen", "http")),
+        memory_bytes=memory.COMMAND_BYTES,
+    )
+    command = tuple(engine.command or ())
+    uses_socket = any("{socket}" in word for word in command)
+    yield PlannedProcess(
+        kind="server",
+        name=engine.name,
+        group=group.name,
+        device="",  # its command says where it computes
+        argv=command,
+        started_by="engine",
+        sockets=(_instance(run, engine.name, "srv") if uses_socket else "127.0.0.1:<free port>",),
+        memory_bytes=0,
+    )
 
 
 def _cache(group: Group, estimate: GroupMemory, run: Path) -> Iterator[PlannedProcess]:

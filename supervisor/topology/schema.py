@@ -7,11 +7,20 @@ bytes once parsed; in the file both carry a unit (`400ms`, `10m`, `2GiB`).
 
 import ipaddress
 import re
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    WithJsonSchema,
+    model_validator,
+)
 
 __all__ = [
     "Admin",
@@ -166,6 +175,7 @@ class EngineKind(StrEnum):
     """Which program serves the model."""
 
     NATIVE = "native"
+    COMMAND = "command"
 
 
 class EngineRole(StrEnum):
@@ -224,7 +234,8 @@ class CacheSettings(_Model):
     """The weight cache of the group's device."""
 
     mode: Literal["daemon", "client", "off"] = "daemon"
-    """`daemon` starts one; `client` uses one that runs already; `off` loads per engine."""
+    """`daemon` starts one; `client` uses one that runs already; `off` loads per engine, and is the
+    default, and all there is, in a group of kind `command`."""
     socket: FilePath | None = None
     """For `client`: the socket of the daemon that runs already."""
     on_mismatch: Literal["reload", "fail"] = "reload"
@@ -237,9 +248,11 @@ class Kv(_Model):
     """The KV arena of the serving pair."""
 
     slots: Annotated[Count, Field(ge=1, le=1024)] = 16
-    """Streams that decode at once."""
+    """Streams that decode at once. In a group of kind `command` the server decides that, and this
+    plus `max_queue` (default 256) only bounds the requests that are at it at once."""
     max_length: Annotated[Count, Field(ge=128, multiple_of=128)] = 2048
-    """Tokens (prompt and answer) that one slot holds."""
+    """Tokens (prompt and answer) that one slot holds. In a group of kind `command` the server
+    decides that, and the default is 1048576."""
 
 
 class EngineKv(_Model):
@@ -260,6 +273,12 @@ class Engine(_Model):
     """Which program serves the model."""
     role: EngineRole
     """The role at the first start; later the supervisor decides."""
+    command: Annotated[list[str], Field(min_length=1)] | None = None
+    """For kind `command`: program and arguments of a server with OpenAI's API over HTTP. `{port}`
+    is replaced by a free port of 127.0.0.1, or `{socket}` by the path of a Unix socket, which is
+    better where the server can listen on one: no other process can take it. It must stay in the
+    foreground and serve `/health`, `/v1/completions`, `/v1/chat/completions`, and for its progress
+    `/metrics` with the names of vLLM, SGLang or llama.cpp."""
     kv: EngineKv = EngineKv()
     """Only for batch engines: their KV region is private and dies with them."""
     ballast: Bytes = 0
@@ -273,7 +292,8 @@ class Health(_Model):
     interval: PositiveSeconds = 0.1
     """Time between two samples of progress and health."""
     hang_after: PositiveSeconds = 0.4
-    """Work queued, no progress and not starved of CPU for this long: HUNG."""
+    """Work queued, no progress and not starved of CPU for this long: HUNG. In a group of kind
+    `command` the default is 10s, because some servers say nothing while they read a long prompt."""
     canary: PositiveSeconds = 2.0
     """Time between two known-answer checks of an engine."""
     start_timeout: PositiveSeconds = 120.0
@@ -297,6 +317,9 @@ class Failover(_Model):
     of a primary do not count."""
     adopt_grace: Seconds = 10.0
     """How long an adopted slot waits for its gateway before it is freed."""
+    drain_timeout: Seconds = 30.0
+    """For kind `command`, whose streams cannot change engines: how long a planned switchover waits
+    for those that are open. What is left then ends with an error event."""
 
 
 class Batch(_Model):
@@ -315,8 +338,9 @@ class Group(_Model):
 
     name: Name
     """Also the model id that clients use."""
-    model: Model
-    """What one copy of the weights is loaded from."""
+    model: Model | None = None
+    """What one copy of the weights is loaded from. Only engines of kind `command`, which load their
+    own, do without."""
     devices: Annotated[list[Device], Field(min_length=1)] = ["cpu"]
     """`cpu`, or GPUs as `cuda:0`; one per tensor-parallel rank."""
     tensor_parallel: Annotated[Count, Field(ge=1)] = 1
@@ -335,6 +359,39 @@ class Group(_Model):
     """When the batch engine gives way to the primary."""
     max_queue: Annotated[Count, Field(ge=0)] = 64
     """Requests that may wait for a slot in the primary; above it 429 with Retry-After."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_for_commands(cls, data: Any) -> Any:  # noqa: ANN401 - what a file holds
+        """Defaults that differ where servers of other makers do the work."""
+        if not isinstance(data, Mapping) or not _runs_commands(data.get("engines")):
+            return data
+        return {**data, **{key: _filled(data.get(key), more) for key, more in _OF_COMMANDS.items()}}
+
+    @property
+    def runs_commands(self) -> bool:
+        """Whether its engines are servers of other makers: no cache, zygote or shared memory."""
+        return all(engine.kind is EngineKind.COMMAND for engine in self.engines)
+
+
+_OF_COMMANDS: Final[dict[str, dict[str, Any]]] = {
+    "cache": {"mode": "off"},
+    "health": {"hang_after": "10s"},
+    "kv": {"slots": 256, "max_length": 1 << 20},
+}
+
+
+def _runs_commands(engines: object) -> bool:
+    if not isinstance(engines, list) or not engines:
+        return False
+    return all(isinstance(e, Mapping) and e.get("kind") == EngineKind.COMMAND for e in engines)
+
+
+def _filled(given: object, more: dict[str, Any]) -> object:
+    """A section with what it does not say itself; what is no section is left to the checks."""
+    if given is None:
+        return more
+    return {**more, **given} if isinstance(given, Mapping) else given
 
 
 class Topology(_Model):

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from supervisor.core.ladder import parse_condition
+from supervisor.topology.commands import check_kinds
 from supervisor.topology.findings import Issue, Place, Severity
 from supervisor.topology.schema import EngineRole, Group, ListenAddress, Topology
 from supervisor.topology.support import unsupported
@@ -24,6 +25,7 @@ def check_semantics(topology: Topology) -> Iterator[Issue]:
         yield from _devices(group, place)
         yield from _quantization(group, place)
         yield from _roles(group, place)
+        yield from check_kinds(group, place)
         yield from _private_kv(group, place)
         yield from _cache(group, place)
         yield from _timing(group, place)
@@ -52,6 +54,8 @@ def _is_loopback(address: ListenAddress) -> bool:
 
 
 def _quantization(group: Group, place: Place) -> Iterator[Issue]:
+    if group.model is None:
+        return
     if group.model.quantization != "none" and "cpu" in group.devices:
         what = f"quantization {group.model.quantization} needs a GPU"
         yield Issue((*place, "model", "quantization"), what, "write none, or devices: [cuda:0]")

@@ -5,15 +5,21 @@ when it comes; the point here is to say everything at once, before anything is s
 """
 
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from cache.blocks import FP8_BLOCK, is_block_fp8
-from supervisor.topology.checkpoint import Checkpoint, read_checkpoint
+from supervisor.topology.checkpoint import Checkpoint
 from supervisor.topology.findings import Issue, Place, Severity, readable
 from supervisor.topology.machine import Machine
-from supervisor.topology.memory import GATEWAY_BYTES, SUPERVISOR_BYTES, estimate_group
+from supervisor.topology.memory import (
+    GATEWAY_BYTES,
+    SUPERVISOR_BYTES,
+    checkpoint_of,
+    estimate_group,
+)
 from supervisor.topology.schema import Group, ListenAddress, Topology
 
 __all__ = ["check_surroundings", "needed_bytes"]
@@ -33,7 +39,7 @@ def check_surroundings(topology: Topology, machine: Machine) -> Iterator[Issue]:
     for part, listen in (("admin", topology.admin.listen), ("gateway", topology.gateway.listen)):
         yield from _port(listen, (part, "listen"), state_dir, machine, taken=taken)
     missing = Severity.WARNING if in_use else Severity.ERROR
-    checkpoints = [read_checkpoint(group.model.path) for group in topology.groups]
+    checkpoints = [checkpoint_of(group) for group in topology.groups]
     for index, (group, checkpoint) in enumerate(zip(topology.groups, checkpoints, strict=True)):
         place: Place = ("groups", index)
         for problem in checkpoint.problems:
@@ -41,6 +47,7 @@ def check_surroundings(topology: Topology, machine: Machine) -> Iterator[Issue]:
         yield from _model(group, checkpoint, place)
         yield from _devices(group, place, machine)
         yield from _client_socket(group, place)
+        yield from _programs(group, place)
     if not in_use:
         yield from _memory(topology, checkpoints, machine)
 
@@ -99,6 +106,15 @@ def _port(
         yield Issue(place, f"{address} cannot be listened on: {state.reason}", instead)
 
 
+def _programs(group: Group, place: Place) -> Iterator[Issue]:
+    """Whether the programs of servers can be found, as the system will look for them."""
+    for number, engine in enumerate(group.engines):
+        if engine.command and shutil.which(engine.command[0]) is None:
+            what = f"there is no program {engine.command[0]!r}"
+            instead = "write its full path, or put its folder into PATH"
+            yield Issue((*place, "engines", number, "command", 0), what, instead)
+
+
 def _client_socket(group: Group, place: Place) -> Iterator[Issue]:
     path = group.cache.socket
     if group.cache.mode == "client" and path is not None and not _is_socket(path):
@@ -149,7 +165,7 @@ def _quantised(group: Group, checkpoint: Checkpoint, place: Place) -> Iterator[I
             what = "the checkpoint is FP8, but not in blocks of 128 x 128 with dynamic activations"
             instead = "write one in block-wise FP8, or an unquantised checkpoint"
         yield Issue((*place, "model", "path"), what, instead)
-    elif group.model.quantization != FP8_BLOCK:
+    elif group.model is not None and group.model.quantization != FP8_BLOCK:
         what = "the checkpoint is quantised in block-wise FP8"
         yield Issue((*place, "model", "quantization"), what, f"write {FP8_BLOCK}")
 

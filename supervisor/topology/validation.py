@@ -165,6 +165,8 @@ def _truth(value: object, _detail: ErrorDetails, _shape: Shape | None) -> Words:
 def _text(value: object, _detail: ErrorDetails, _shape: Shape | None) -> Words:
     if isinstance(value, bool | int | float):
         return f"{_shown(value)} is not text", f'write it in quotes: "{_shown(value)}"'
+    if isinstance(value, dict) and list(value.values()) == [None]:  # {port}, and meant as text
+        return f"{_shown(value)} is not text", f'write it in quotes: "{{{next(iter(value))}}}"'
     return f"{_shown(value)} is not text", "write text"
 
 

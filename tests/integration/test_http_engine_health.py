@@ -1,4 +1,4 @@
-"""Verdicts on an engine of which only its HTTP API is known: a real process on a real port."""
+"""Verdicts on a server of which only its HTTP API is known: a real process on a real port."""
 
 import asyncio
 import os
@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
-from supervisor.core.verdict import ProgressJudge, Verdict
-from supervisor.health.openai import CpuUse, HttpEngine, HttpProgress, KnownAnswer
-from supervisor.process.stat import read_sched, read_stat, read_threads
+from engines.command.api import HttpEngine, KnownAnswer
+from engines.command.processes import ServerTree
+from engines.command.progress import Progress
+from supervisor.core.verdict import ProgressJudge, Sample, Verdict
 from tests.harness.http_engine import HttpEngineProcess
 
 HANG_AFTER_S = 0.4
@@ -27,25 +28,15 @@ def process() -> Iterator[HttpEngineProcess]:
         yield process
 
 
-def cpu_of(pid: int) -> CpuUse:
-    sched, stat = read_sched(pid).values(), read_stat(pid)
-    return CpuUse(
-        is_stopped=stat is not None and stat.state == "T",
-        on_cpu_ns=sum(s.on_cpu_ns for s in sched),
-        run_delay_ns=sum(s.run_delay_ns for s in sched),
-        is_runnable=any(t.state == "R" for t in read_threads(pid).values()),
-    )
-
-
 class Watch:
     """Samples as a supervisor does, and remembers every verdict."""
 
     def __init__(self, process: HttpEngineProcess) -> None:
         self.engine = HttpEngine(process.url)
         self.verdicts: list[Verdict] = []
-        self._pid = process.process.pid
+        self._tree = ServerTree(os.getpid())
         self._judge = ProgressJudge(hang_after_s=HANG_AFTER_S, interval_s=INTERVAL_S)
-        self._progress = HttpProgress()
+        self._progress = Progress()
 
     async def look_for(self, seconds: float) -> list[Verdict]:
         """Verdicts of so many seconds."""
@@ -56,11 +47,18 @@ class Watch:
         return self.verdicts
 
     async def look(self) -> None:
-        counters = await self.engine.counters(timeout_s=PAGE_S)
-        cpu, now_ns = cpu_of(self._pid), time.monotonic_ns()
-        sample = self._progress.sample(counters, cpu, at_ns=now_ns)
-        if sample is not None:
-            self.verdicts.append(self._judge.observe(sample))
+        counters, page = await self.engine.counters(timeout_s=PAGE_S), self._progress.page
+        self._progress.look(counters, self._tree.look())
+        sample = Sample(
+            at_ns=time.monotonic_ns(),
+            steps=page.get("steps"),
+            has_work=page.has_work,
+            is_stopped=bool(page.get("tree_stopped")),
+            on_cpu_ns=page.get("tree_on_cpu_ns"),
+            run_delay_ns=page.get("tree_run_delay_ns"),
+            is_runnable=bool(page.get("tree_runnable")),
+        )
+        self.verdicts.append(self._judge.observe(sample))
         await asyncio.sleep(INTERVAL_S / 2)
 
     async def until(self, wanted: Verdict) -> float:

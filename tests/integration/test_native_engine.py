@@ -25,6 +25,7 @@ from cache.protocol import VERSION as CACHE_VERSION
 from cache.protocol import CacheStatus, Donate
 from cache.rpc import Hello
 from cache.wire import Connection
+from engines.command.api import HttpEngine
 from engines.contract import (
     Assume,
     CanaryResult,
@@ -37,7 +38,6 @@ from engines.contract import (
     ReleaseGateway,
     Resume,
 )
-from supervisor.health.openai import HttpEngine
 from tests.integration.engines_support import (
     ROOT,
     Engine,

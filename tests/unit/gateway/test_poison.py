@@ -28,6 +28,9 @@ class Sink:
     async def text(self, text: str) -> None:
         self.whole += text
 
+    def restart(self) -> bool:
+        return True
+
 
 @dataclass
 class Troupe:

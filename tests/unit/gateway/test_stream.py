@@ -39,12 +39,18 @@ class Client:
         self.may_take = asyncio.Event()
         self.may_take.set()
         self.on_text: Callable[[int], object] = lambda _count: None
+        self.keeps_to_the_end = False  # as a client without streaming
 
     async def text(self, text: str) -> None:
         assert text
         self.pieces.append(text)
         self.on_text(len(self.pieces))
         await self.may_take.wait()
+
+    def restart(self) -> bool:
+        if self.keeps_to_the_end:
+            self.pieces.clear()
+        return not self.pieces
 
     @property
     def whole(self) -> str:

@@ -44,7 +44,7 @@ def test_durations_sizes_and_addresses_arrive_parsed(site: Site) -> None:
             13,
             "groups[0].engines[1].colour",
             "unknown key",
-            "write one of name, kind, role, kv, ballast",
+            "write one of name, kind, role, command, kv, ballast",
         ),
         # missing keys
         ("name: demo\n", "", 1, "", "the key 'name' is missing", "write name: demo"),
@@ -70,8 +70,8 @@ def test_durations_sizes_and_addresses_arrive_parsed(site: Site) -> None:
             "kind: vllm, role: standby",
             13,
             "groups[0].engines[1].kind",
-            "'vllm' is not one of native",
-            "write native",
+            "'vllm' is not one of native, command",
+            "write native or command",
         ),
         ("version: 1", "version: 2", 1, "version", "2 is not one of 1", "write 1"),
         # units

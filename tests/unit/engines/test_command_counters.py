@@ -2,7 +2,7 @@
 
 import pytest
 
-from supervisor.health.counters import EngineCounters, read_counters
+from engines.command.counters import EngineCounters, read_counters
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -20,6 +20,13 @@ sglang:num_queue_reqs{model_name="m"} 0.0
 sglang:num_used_tokens{model_name="m"} 512.0
 sglang:prompt_tokens_total{model_name="m"} 8.0
 """
+LLAMACPP = """\
+llamacpp:prompt_tokens_total 30
+llamacpp:tokens_predicted_total 4
+llamacpp:n_decode_total 3
+llamacpp:requests_processing 1
+llamacpp:requests_deferred 2
+"""
 NATIVE = """\
 understudy_native_tokens_total{group="chat"} 9.0
 understudy_native_prefill_chunks_total{group="chat"} 2.0
@@ -29,12 +36,12 @@ understudy_native_queued{group="chat"} 4.0
 
 
 @pytest.mark.parametrize(
-    ("page", "work", "requests"),
-    [(VLLM, 142, 5), (SGLANG, 520, 1), (NATIVE, 11, 5)],
-    ids=["vllm", "sglang", "native"],
+    ("page", "work", "requests", "waiting"),
+    [(VLLM, 142, 5, 3), (SGLANG, 520, 1, 0), (LLAMACPP, 37, 3, 2), (NATIVE, 11, 5, 4)],
+    ids=["vllm", "sglang", "llamacpp", "native"],
 )
-def test_each_dialect_is_understood(page: str, work: int, requests: int) -> None:
-    assert read_counters(page) == EngineCounters(work, requests)
+def test_each_dialect_is_understood(page: str, work: int, requests: int, waiting: int) -> None:
+    assert read_counters(page) == EngineCounters(work, requests, waiting)
 
 
 @pytest.mark.parametrize(

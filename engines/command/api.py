@@ -1,17 +1,17 @@
-"""An engine that is known by its HTTP API only: health, progress, and a known answer.
+"""An engine that is known by its HTTP API only: health, counters, and a known answer.
 
 Works with whatever serves `/health`, a Prometheus `/metrics` and OpenAI's `/v1/completions`, over
-TCP or a Unix socket. What it finds becomes samples for `ProgressJudge`, as with native engines.
+TCP or a Unix socket.
 
 Invariants
     1. Every question has a deadline, and its answer a bound.
     2. No answer, 4xx, 429 and 503 are no statement about the engine: a full queue is not an
        illness. Only a 200 with another text than the known one is a wrong answer.
-    3. A page that does not come keeps what was known last: an engine whose HTTP server hangs too
-       had work or had none, and has not moved since.
 """
 
 import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,24 +19,16 @@ from typing import Any, Final
 import aiohttp
 
 from cache.wire import unix_address
-from supervisor.core.verdict import Sample
-from supervisor.health.counters import EngineCounters, read_counters
+from engines.command.counters import EngineCounters, read_counters
 
-__all__ = ["CpuUse", "HttpEngine", "HttpProgress", "KnownAnswer"]
+__all__ = ["HttpEngine", "KnownAnswer"]
 
 _OK: Final = 200
 _MAX_PAGE_BYTES: Final = 8 << 20
 _CANARY_TOKENS: Final = 4
-
-
-@dataclass(frozen=True, slots=True)
-class CpuUse:
-    """What the kernel says of the engine's process; see `supervisor.process`."""
-
-    is_stopped: bool
-    on_cpu_ns: int
-    run_delay_ns: int
-    is_runnable: bool
+_CONNECT_S: Final = 5.0
+_SILENCE_S: Final = 600.0
+"""As long as the gateway bears silence: a request may wait in a queue for minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +50,48 @@ class HttpEngine:
         answer = await self._ask("GET", "/health", None, timeout_s)
         return None if answer is None else answer[0] == _OK
 
+    async def model_id(self, *, timeout_s: float) -> str | None:
+        """The first model that it serves; None when it does not say."""
+        answer = await self._ask("GET", "/v1/models", None, timeout_s)
+        if answer is None or answer[0] != _OK:
+            return None
+        try:
+            name = json.loads(answer[1])["data"][0]["id"]
+        except (ValueError, LookupError, TypeError):
+            return None
+        return name if isinstance(name, str) else None
+
+    @asynccontextmanager
+    async def post(self, path: str, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A request whose answer comes in pieces, for as long as it takes.
+
+        Raises:
+            aiohttp.ClientError, OSError: there is no answer, or it breaks off.
+        """
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENCE_S)
+        with self._connector() as connector:
+            async with (
+                aiohttp.ClientSession(connector=connector, timeout=limit) as session,
+                session.post(self.base_url + path, json=body) as response,
+            ):
+                yield response
+
+    @contextmanager
+    def _connector(self) -> Iterator[aiohttp.BaseConnector]:
+        if self.socket is None:
+            yield aiohttp.TCPConnector(force_close=True)
+            return
+        with unix_address(self.socket) as address:
+            yield aiohttp.UnixConnector(path=address, force_close=True)
+
     async def complete(self, model: str, prompt: str, *, timeout_s: float) -> str | None:
         """The greedy answer to a prompt; None when there was none, for whatever reason."""
+        return (await self.ask(model, prompt, timeout_s=timeout_s))[1]
+
+    async def ask(
+        self, model: str, prompt: str, *, timeout_s: float
+    ) -> tuple[int | None, str | None]:
+        """The same with the status of the answer; None when none came."""
         body = {
             "model": model,
             "prompt": prompt,
@@ -68,20 +100,17 @@ class HttpEngine:
             "seed": 0,
         }
         answer = await self._ask("POST", "/v1/completions", body, timeout_s)
-        if answer is None or answer[0] != _OK:
-            return None
-        return _text_of(answer[1])
+        if answer is None:
+            return None, None
+        status, data = answer
+        return status, _text_of(data) if status == _OK else None
 
     async def _ask(
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
     ) -> tuple[int, bytes] | None:
         limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            if self.socket is None:
-                return await _request(aiohttp.TCPConnector(), limit, method,
-                                      self.base_url + path, body)  # fmt: skip
-            with unix_address(self.socket) as address:
-                connector = aiohttp.UnixConnector(path=address)
+            with self._connector() as connector:
                 return await _request(connector, limit, method, self.base_url + path, body)
         except (aiohttp.ClientError, OSError, TimeoutError):
             return None
@@ -114,37 +143,6 @@ def _text_of(data: bytes) -> str | None:
     except (ValueError, LookupError, TypeError):
         return None
     return text if isinstance(text, str) else None
-
-
-class HttpProgress:
-    """Turns looks at one instance into samples."""
-
-    def __init__(self) -> None:
-        self._last: EngineCounters | None = None
-
-    def sample(
-        self, counters: EngineCounters | None, cpu: CpuUse, *, at_ns: int, open_requests: int = 0
-    ) -> Sample | None:
-        """The sample of this look; None before the first page.
-
-        Args:
-            counters: what the page said; None when it did not come.
-            cpu: of the engine's process, read at the same moment.
-            at_ns: CLOCK_MONOTONIC of the look.
-            open_requests: that we know to be at the engine: it may not count them itself.
-        """
-        self._last = counters or self._last
-        if self._last is None:
-            return None
-        return Sample(
-            at_ns=at_ns,
-            steps=self._last.work,
-            has_work=bool(self._last.requests or open_requests),
-            is_stopped=cpu.is_stopped,
-            on_cpu_ns=cpu.on_cpu_ns,
-            run_delay_ns=cpu.run_delay_ns,
-            is_runnable=cpu.is_runnable,
-        )
 
 
 class KnownAnswer:

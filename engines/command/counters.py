@@ -1,11 +1,11 @@
-"""What the `/metrics` page of an HTTP engine says about its progress. Pure.
+"""What the `/metrics` page of a server says about its progress. Pure.
 
 The native engine has a progress page in shared memory. Any other engine is judged by the token
 counters that it publishes anyway: they move with every piece of work, and a `/health` that answers
 200 while they stand still proves nothing.
 
-WARNING: counters that an engine raises only when a request ends move as rarely as requests end.
-`hang_after` must be longer than the longest request of such an engine.
+WARNING: counters move as rarely as the server moves them: some only when the prompt of a request
+has been read, or when it has ended. `hang_after` must be longer than that.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,23 @@ __all__ = ["DIALECTS", "Dialect", "EngineCounters", "read_counters"]
 class Dialect:
     """The names under which one family of engines publishes its work."""
 
-    work: frozenset[str]  # changes with every piece of work: tokens read or made
-    requests: frozenset[str]  # that run or wait now
+    work: frozenset[str]  # changes with every piece of work: tokens read or made, memory filled
+    running: frozenset[str]  # requests that are worked on
+    waiting: frozenset[str]  # requests that are not yet
 
 
 DIALECTS: Final = {
     "vllm": Dialect(
-        frozenset({"vllm:prompt_tokens_total", "vllm:generation_tokens_total"}),
-        frozenset({"vllm:num_requests_running", "vllm:num_requests_waiting"}),
+        frozenset(
+            {
+                "vllm:prompt_tokens_total",
+                "vllm:generation_tokens_total",
+                "vllm:kv_cache_usage_perc",  # moves while a long prompt is read in chunks
+                "vllm:gpu_cache_usage_perc",  # the same, in older releases
+            }
+        ),
+        frozenset({"vllm:num_requests_running"}),
+        frozenset({"vllm:num_requests_waiting"}),
     ),
     "sglang": Dialect(
         frozenset(
@@ -36,11 +45,24 @@ DIALECTS: Final = {
                 "sglang:num_used_tokens",  # moves within a request; the counters may not
             }
         ),
-        frozenset({"sglang:num_running_reqs", "sglang:num_queue_reqs"}),
+        frozenset({"sglang:num_running_reqs"}),
+        frozenset({"sglang:num_queue_reqs"}),
+    ),
+    "llamacpp": Dialect(
+        frozenset(
+            {
+                "llamacpp:prompt_tokens_total",
+                "llamacpp:tokens_predicted_total",
+                "llamacpp:n_decode_total",  # moves within a request; the other two may not
+            }
+        ),
+        frozenset({"llamacpp:requests_processing"}),
+        frozenset({"llamacpp:requests_deferred"}),
     ),
     "understudy": Dialect(
         frozenset({"understudy_native_tokens_total", "understudy_native_prefill_chunks_total"}),
-        frozenset({"understudy_native_active", "understudy_native_queued"}),
+        frozenset({"understudy_native_active"}),
+        frozenset({"understudy_native_queued"}),
     ),
 }
 
@@ -49,8 +71,9 @@ DIALECTS: Final = {
 class EngineCounters:
     """One look at the page."""
 
-    work: int  # any other value than before is progress, also a lower one
-    requests: int
+    work: float  # any other value than before is progress, also a lower one
+    requests: int  # running and waiting
+    waiting: int = 0
 
 
 def read_counters(page: str) -> EngineCounters | None:
@@ -62,12 +85,18 @@ def read_counters(page: str) -> EngineCounters | None:
     for name, value in _samples(page):
         totals[name] = totals.get(name, 0.0) + value
     for dialect in DIALECTS.values():
-        if totals.keys() & dialect.work and totals.keys() & dialect.requests:
+        if totals.keys() & dialect.work and totals.keys() & (dialect.running | dialect.waiting):
+            waiting = _sum(totals, dialect.waiting)
             return EngineCounters(
-                work=int(sum(totals.get(name, 0.0) for name in dialect.work)),
-                requests=int(sum(totals.get(name, 0.0) for name in dialect.requests)),
+                work=_sum(totals, dialect.work),
+                requests=int(_sum(totals, dialect.running) + waiting),
+                waiting=int(waiting),
             )
     return None
+
+
+def _sum(totals: dict[str, float], names: frozenset[str]) -> float:
+    return sum(totals.get(name, 0.0) for name in sorted(names))
 
 
 def _samples(page: str) -> Iterator[tuple[str, float]]:

@@ -1,0 +1,156 @@
+"""Topologies of servers: what is filled in, what is refused, and what `plan` shows."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from supervisor.topology import Finding, Topology, check, load
+from supervisor.topology.plan import plan_topology
+from tests.unit.topology.site import FakeMachine
+
+CORRECT = f"""\
+version: 1
+name: servers
+state_dir: STATE
+groups:
+  - name: chat
+    engines:
+      - {{name: a, kind: command, role: primary, command: [{sys.executable}, --port, "{{port}}"]}}
+      - {{name: b, kind: command, role: standby, command: [{sys.executable}, "--uds={{socket}}"]}}
+"""
+
+
+class Servers:
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "servers.yaml"
+        self._text = CORRECT.replace("STATE", str(folder / "state"))
+
+    def write(self, change: dict[str, str]) -> None:
+        text = self._text
+        for old, new in change.items():
+            assert old in text
+            text = text.replace(old, new, 1)
+        self.file.write_text(text)
+
+    def load(self, change: dict[str, str] | None = None) -> Topology:
+        self.write(change or {})
+        return load(self.file, {})
+
+    def check(self, change: dict[str, str] | None = None) -> list[Finding]:
+        self.write(change or {})
+        return check(self.file, {}, machine=FakeMachine())
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Servers:
+    return Servers(tmp_path)
+
+
+def test_two_commands_are_a_topology_and_the_rest_is_filled_in(servers: Servers) -> None:
+    assert servers.check() == []
+    (group,) = servers.load().groups
+    assert group.runs_commands
+    assert group.model is None
+    assert (group.cache.mode, group.health.hang_after, group.kv.slots) == ("off", 10.0, 256)
+
+
+def test_what_the_file_says_itself_counts(servers: Servers) -> None:
+    change = {"    engines:": "    health: {interval: 50ms, hang_after: 2s}\n    engines:"}
+    (group,) = servers.load(change).groups
+    assert (group.health.interval, group.health.hang_after) == (0.05, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "path", "what", "instead"),
+    [
+        (
+            {'"{port}"': '"{prot}"'},
+            7,
+            "groups[0].engines[0].command[2]",
+            "{prot} is not a placeholder",
+            "write {port}",
+        ),
+        (
+            {'"{port}"': '"8000"'},
+            7,
+            "groups[0].engines[0].command",
+            "the command does not say where the server listens",
+            'write "{port}" where its port goes, or "{socket}" where its Unix socket goes',
+        ),
+        (
+            {'"{port}"': '"{port}", "{socket}"'},
+            7,
+            "groups[0].engines[0].command",
+            "the command has both {port} and {socket}, and only one of them would be used",
+            "write one of the two",
+        ),
+        (
+            {"kind: command, role: standby": "kind: native, role: standby"},
+            8,
+            "groups[0].engines[1].kind",
+            "group 'chat' mixes the kinds command and native",
+            "write command, or a group of its own for the other kind",
+        ),
+        (
+            {"role: standby": "role: batch"},
+            8,
+            "groups[0].engines[1].role",
+            "a server cannot be the batch engine: it cannot be frozen as a whole",
+            "write primary or standby",
+        ),
+        (
+            {"    engines:": "    cache: {mode: daemon}\n    engines:"},
+            6,
+            "groups[0].cache.mode",
+            "cache mode daemon, but servers keep their own copy of the weights",
+            "write mode: off, or leave the cache out",
+        ),
+        (
+            {"role: standby": "ballast: 1MiB, role: standby"},
+            8,
+            "groups[0].engines[1].ballast",
+            "ballast is memory of a native engine; a server has its own",
+            "leave it out",
+        ),
+        (
+            {f'[{sys.executable}, "--uds': '[no-such-program, "--uds'},
+            8,
+            "groups[0].engines[1].command[0]",
+            "there is no program 'no-such-program'",
+            "write its full path, or put its folder into PATH",
+        ),
+    ],
+)
+def test_each_broken_rule_is_told_on_its_line(  # noqa: PLR0917 - one row of the table
+    servers: Servers, change: dict[str, str], line: int, path: str, what: str, instead: str
+) -> None:
+    (finding,) = servers.check(change)
+    assert (finding.line, finding.path, finding.what, finding.instead) == (
+        line, path, what, instead,
+    )  # fmt: skip
+
+
+def test_a_placeholder_without_quotes_is_explained(servers: Servers) -> None:
+    (finding,) = servers.check({'"{port}"': "{port}"})
+    assert (finding.line, finding.instead) == (7, 'write it in quotes: "{port}"')
+
+
+def test_a_server_without_a_command(servers: Servers) -> None:
+    (finding,) = servers.check({f', command: [{sys.executable}, --port, "{{port}}"]': ""})
+    assert finding.what == "an engine of kind command needs its command"
+    assert finding.line == 7
+
+
+def test_braces_of_json_and_templates_are_left_alone(servers: Servers) -> None:
+    more = """'{"temperature": 0}', '{{ messages }}', "{port}\""""
+    assert servers.check({'"{port}"': more}) == []
+
+
+def test_the_plan_shows_the_commands_and_neither_zygote_nor_cache(servers: Servers) -> None:
+    plan = plan_topology(servers.load())
+    kinds = [process.kind for process in plan.processes]
+    assert kinds == ["supervisor", "gateway worker", "engine (primary)", "server",
+                     "engine (standby)", "server"]  # fmt: skip
+    assert plan.processes[3].argv == (sys.executable, "--port", "{port}")
+    assert plan.processes[5].sockets[0].endswith("b-<8 hex>.srv")
