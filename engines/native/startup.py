@@ -13,9 +13,10 @@ import torch
 
 from cache.arena import ArenaMapping
 from cache.client import AttachedWeights, KvMemory, attach, load_private, open_kv
+from cache.protocol import KvGeometry
 from engines.contract import EngineSpec, ProgressPage
 from engines.native.binding import tensors_of
-from engines.native.device import device_of
+from engines.native.device import Device, device_of
 from engines.native.firstuse import FirstUses
 from engines.native.memory import Ballast, PrivateMemory, ServingMemory, SharedMemory
 from engines.native.meter import Meter
@@ -80,34 +81,15 @@ def start_engine(
     geometry = skeleton.kv_geometry(slots=spec.slots, max_length=spec.max_length)
     ballast = Ballast(spec.ballast_bytes)
     phases.done("skeleton")
-    weights, attach_ms, mapping = _attach(spec)
-    began_s = time.perf_counter()
-    arena = device.tensor_at(mapping.address, mapping.size_bytes, torch.uint8)
-    tensors = tensors_of(weights.manifest, arena)
-    attach_ms += (time.perf_counter() - began_s) * 1e3
+    attached = _attach(spec, device)
     phases.done("weights")
-    model = SlotModel(skeleton, tensors, geometry, device)
-    attach_ms += model.bind_ms
+    model = SlotModel(skeleton, attached.tensors, geometry, device)
     phases.done("model")
     first_uses = FirstUses(device, spec.load.dtype)  # not sooner: they would hold up attaching
-    kv: KvMemory | None = None
-    memory: ServingMemory
-    if weights.connection is None or spec.private_kv:
-        memory = PrivateMemory(geometry, device=device)
-    else:
-        kv = open_kv(weights.connection, geometry, timeout_s=spec.attach_timeout_s)
-        memory = SharedMemory(kv.opened, kv.fds, kv.table_fd, device=device)
+    kv, memory = _open_memory(spec, attached.weights, geometry, device)
     phases.done("kv")
-    with torch.inference_mode():
-        check = prove_once(model, weights.manifest.fingerprint, Path(spec.run_dir))
-        model.lengths = check.lengths
+    check = _prove(spec, model, attached.weights)
     phases.done("proof")
-    log.info(
-        "self-check in %.0f ms: exact=%s, attended lengths %s",
-        check.duration_ms,
-        check.exact,
-        check.lengths,
-    )
     meter = Meter(page)
     scheduler = Scheduler(
         model=model,
@@ -119,30 +101,32 @@ def start_engine(
         outbox=outbox,
         exact=check.exact,
     )
-    with torch.inference_mode():
-        model.try_layer(memory.kv)
-        phases.done("first layer")
-        is_loaded = first_uses.wait()
-        phases.done("first uses")
-        if is_loaded:  # else steps run without graphs until there is time to capture them
-            scheduler.prepare()
-    phases.done("graphs")
+    _prepare(scheduler, model, memory, first_uses, phases)
     log.info("start: %s", phases)
     return StartedEngine(
         scheduler=scheduler,
         preparer=RequestPreparer(skeleton, max_length=spec.max_length),
         meter=meter,
-        weights=weights,
-        weights_mapping=mapping,
+        weights=attached.weights,
+        weights_mapping=attached.mapping,
         kv=kv,
         check=check,
-        attach_ms=attach_ms,
+        attach_ms=attached.took_ms + model.bind_ms,
         ballast=ballast,
     )
 
 
-def _attach(spec: EngineSpec) -> tuple[AttachedWeights, float, ArenaMapping]:
-    started = time.perf_counter()
+@dataclass(frozen=True, slots=True)
+class _Attached:
+    weights: AttachedWeights
+    mapping: ArenaMapping
+    tensors: dict[str, torch.Tensor]
+    took_ms: float
+
+
+def _attach(spec: EngineSpec, device: Device) -> _Attached:
+    """Receive the weights, map them, and make tensors over the mapping."""
+    began_s = time.perf_counter()
     if spec.cache_socket is None:
         weights = load_private(spec.load)
     else:
@@ -154,4 +138,48 @@ def _attach(spec: EngineSpec) -> tuple[AttachedWeights, float, ArenaMapping]:
             on_mismatch=spec.on_mismatch,
         )
     mapping = weights.map()
-    return weights, (time.perf_counter() - started) * 1e3, mapping
+    arena = device.tensor_at(mapping.address, mapping.size_bytes, torch.uint8)
+    tensors = tensors_of(weights.manifest, arena)
+    return _Attached(weights, mapping, tensors, (time.perf_counter() - began_s) * 1e3)
+
+
+def _open_memory(
+    spec: EngineSpec, weights: AttachedWeights, geometry: KvGeometry, device: Device
+) -> tuple[KvMemory | None, ServingMemory]:
+    """The pair's KV and slot table, or those of this engine alone: nothing to donate then."""
+    if weights.connection is None or spec.private_kv:
+        return None, PrivateMemory(geometry, device=device)
+    kv = open_kv(weights.connection, geometry, timeout_s=spec.attach_timeout_s)
+    return kv, SharedMemory(kv.opened, kv.fds, kv.table_fd, device=device)
+
+
+def _prove(spec: EngineSpec, model: SlotModel, weights: AttachedWeights) -> SelfCheck:
+    """Find out whether a stream depends on itself alone, and at which attended lengths."""
+    with torch.inference_mode():
+        check = prove_once(model, weights.manifest.fingerprint, Path(spec.run_dir))
+    model.lengths = check.lengths
+    log.info(
+        "self-check in %.0f ms: exact=%s, attended lengths %s",
+        check.duration_ms,
+        check.exact,
+        check.lengths,
+    )
+    return check
+
+
+def _prepare(
+    scheduler: Scheduler,
+    model: SlotModel,
+    memory: ServingMemory,
+    first_uses: FirstUses,
+    phases: Phases,
+) -> None:
+    """Everything that the first step after a promotion would else have to wait for."""
+    with torch.inference_mode():
+        model.try_layer(memory.kv)
+        phases.done("first layer")
+        is_loaded = first_uses.wait()
+        phases.done("first uses")
+        if is_loaded:  # else steps run without graphs until there is time to capture them
+            scheduler.prepare()
+    phases.done("graphs")
