@@ -117,6 +117,7 @@ class Scheduler:
         self._may_capture = model.device.is_cuda
         self._capture_from_s = time.monotonic() + _CAPTURE_DELAY_S
         self._promoted_s: float | None = None  # until the first step behind it
+        self._assumed: Assumed | None = None
         self.role: Role = "none"  # read by the event loop, written here
         self.epoch = 0
 
@@ -225,6 +226,9 @@ class Scheduler:
 
     def _assume(self, role: Role, epoch: int) -> Assumed:
         check_assume(RoleFacts(self.role, self.epoch, self._memory.is_shared), role, epoch)
+        last = self._assumed
+        if last is not None and (role, epoch) == (self.role, self.epoch):
+            return last  # the answer was lost, or whoever got it is gone
         started = mapped = time.perf_counter()
         adopted: list[str] = []
         if role == self.role:
@@ -243,7 +247,10 @@ class Scheduler:
         self._promoted_s = time.monotonic() if adopted else None
         done = time.perf_counter()
         log.info("role %s at epoch %d, %d slots adopted", role, epoch, len(adopted))
-        return Assumed(role, epoch, adopted, (mapped - started) * 1e3, (done - mapped) * 1e3)
+        self._assumed = Assumed(
+            role, epoch, adopted, (mapped - started) * 1e3, (done - mapped) * 1e3
+        )
+        return self._assumed
 
     def _step_down(self) -> None:
         """Become standby at a step boundary: everything is committed, nothing else is freed."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from signal import SIGCONT
 from typing import TYPE_CHECKING, Final
 
-from cache.errors import ConnectionClosedError, UnderstudyError
+from cache.errors import UnderstudyError
 from supervisor.core.states import EngineState, Facts, StateEvent
 from supervisor.runtime.lack import is_our_lack
 from supervisor.runtime.machine import LeftBehind
@@ -198,19 +198,12 @@ async def _is_fit(group: "GroupRuntime", engine: "EngineUnit") -> bool:
 
 
 async def _answers_rightly(group: "GroupRuntime", engine: "EngineUnit") -> bool | None:
-    """Whether it gives the group's answer; None when it gives none.
-
-    It is asked once more where the connection broke, which says nothing about the process.
-    """
-    for _ in range(2):
-        try:
-            await engine.reach(timeout_s=_ANSWER_S)
-            return await group.chores.prove(engine, timeout_s=_ANSWER_S)
-        except ConnectionClosedError:
-            continue
-        except UnderstudyError:
-            break
-    return None
+    """Whether it gives the group's answer; None when it gives none."""
+    try:
+        await engine.reach(timeout_s=_ANSWER_S)
+        return await group.chores.prove(engine, timeout_s=_ANSWER_S)
+    except UnderstudyError:
+        return None
 
 
 def _is_frozen_by_order(engine: "EngineUnit") -> bool:

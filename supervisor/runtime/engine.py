@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from signal import SIGSTOP
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from cache.protocol import LoadSpec
 from cache.wire import Event
@@ -29,6 +29,7 @@ from supervisor.core.restart import RestartPolicy
 from supervisor.core.states import ALIVE, EngineState, Facts, StateEvent, next_state
 from supervisor.core.verdict import ProgressJudge, Sample, Verdict
 from supervisor.errors import (
+    ConnectionClosedError,
     DeadlineExceededError,
     PreconditionError,
     StartFailedError,
@@ -46,6 +47,8 @@ from supervisor.runtime.zygote import ZygoteUnit
 from supervisor.topology.schema import Engine, EngineKind, EngineRole, Group
 
 __all__ = ["EngineUnit"]
+
+T = TypeVar("T")
 
 _STORY_LENGTH: Final = 40
 _FORK_S: Final = 10.0
@@ -300,8 +303,30 @@ class EngineUnit(Unit):
     async def assume(
         self, role: Literal["primary", "standby", "batch"], epoch: int, *, timeout_s: float
     ) -> Assumed:
-        """Tell the engine its role; it adopts or gives up the KV arena before it answers."""
-        return await self.ask("assume", Assumed, Assume(role, epoch), timeout_s=timeout_s)
+        """Tell the engine its role; it adopts or gives up the KV arena before it answers.
+
+        Raises:
+            UnderstudyError: it died, refuses, or does not answer in time.
+        """
+        order = Assume(role, epoch)
+        return await self._insist("assume", Assumed, order, timeout_s=timeout_s)
+
+    async def _insist(
+        self, verb: str, answer: type[T], params: object = None, *, timeout_s: float
+    ) -> T:
+        """Ask, and ask again over a new connection where the answer is lost with the old one.
+
+        For what may be asked twice: an order given twice is obeyed once.
+        """
+        instance = self.instance
+        deadline = self.services.patience.deadline(timeout_s)
+        while True:
+            try:
+                return await self.ask(verb, answer, params, timeout_s=deadline.wait_s)
+            except ConnectionClosedError:
+                if deadline.has_passed or not self.is_alive or self.instance != instance:
+                    raise
+            await self.reach(timeout_s=deadline.wait_s)
 
     @property
     def drains(self) -> bool:
@@ -323,7 +348,7 @@ class EngineUnit(Unit):
 
     async def run_canary(self, *, timeout_s: float) -> CanaryResult:
         """Ask the built-in question."""
-        self.canary = await self.ask("canary", CanaryResult, timeout_s=timeout_s)
+        self.canary = await self._insist("canary", CanaryResult, timeout_s=timeout_s)
         return self.canary
 
     def freeze(self) -> None:

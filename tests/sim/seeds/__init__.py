@@ -178,6 +178,13 @@ SEEDS: Final[dict[str, Schedule]] = {
         960000514, Step(8.0069, "unkillable", "b", 3.0), Step(10.4395, "damage", verb="corrupt"),
         Step(11.2728, "sever", "a", 1.0), heals=True,
     ),
+    "an_order_whose_answer_is_lost_with_the_connection_is_repeated": _schedule(
+        40000102, Step(2.5119, "kill", "primary", 0.3), Step(2.5153, "sever", "b", 3.0),
+        shape=Shape(workers=2, standbys=2, has_batch=False, has_cache=True),
+    ),
+    "a_role_and_a_canary_outlive_the_connection_that_they_were_asked_over": _schedule(
+        30005626, Step(0.8408, "sever", "batch", 3.0), shape=_FULL, heals=True
+    ),
     "an_engine_whose_connection_breaks_under_its_canary_is_asked_once_more": _schedule(
         970000366, Step(3.8261, "slow", "zygote-chat", 0.3), Step(4.7947, "crash"),
         Step(5.411, "sever", "batch", 0.3), shape=_FULL,

@@ -216,6 +216,7 @@ def test_a_successor_adopts_exactly_the_committed_rows() -> None:
         assert sorted(assumed.adopted) == sorted(i.hex() for i in ids)
         assert memory.table.state(2) is SlotState.FREE
         new.until(lambda: new.meter.parked == 2)
+        assert new.assume("primary", 2) == assumed, "asked again, because the answer was lost"
         received = old.tokens(ports[0])
         port = new.submit(
             request([1], request_id=ids[0], max_tokens=300, delivered=received, epoch=2)
