@@ -24,6 +24,7 @@ from cache.errors import DeadlineExceededError, UnderstudyError
 from chaos.client import StatusView, wait_until
 from chaos.disk import is_writable, small_disk
 from chaos.expecting import Expecting
+from chaos.faultmodel import Injury
 from chaos.faultmodel import Role as TargetRole
 from chaos.faults import is_gone
 from chaos.history import (
@@ -301,14 +302,22 @@ class Run:
             time.sleep(chance.uniform(*storm.pause))
             fault = chance.choice(storm.faults)
             try:
-                self._fault(FaultStep(do=fault))
+                injury = self._fault(FaultStep(do=fault))
             except (UnderstudyError, OSError) as error:
                 self._tell(f"  nobody to hit: {error}")
+            else:
+                self._await_end_of_supervisor(injury)
             if self.system.supervisor.poll() is not None:
                 time.sleep(chance.uniform(0.0, 1.0))
                 self._command(CommandStep(do="start_supervisor"))
 
-    def _fault(self, step: FaultStep) -> None:
+    def _await_end_of_supervisor(self, injury: Injury) -> None:
+        """Without a free CPU a process that was killed is there for a while."""
+        if injury.is_deadly and any(target.role == "supervisor" for target in injury.targets):
+            wait_until(lambda: self.system.supervisor.poll() is not None,
+                       "the end of the supervisor", timeout_s=_STREAM_S)  # fmt: skip
+
+    def _fault(self, step: FaultStep) -> Injury:
         self._remember()
         if step.bounds.next_token is not None:
             self._await_streams()
@@ -334,6 +343,7 @@ class Run:
             )
         )
         self._tell(f"fault: {label}{': ' + injury.problem if injury.problem else ''}")
+        return injury
 
     def _await_streams(self) -> None:
         """A bound on the next token says nothing while nobody waits for one."""
