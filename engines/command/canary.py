@@ -23,7 +23,9 @@ PROMPT: Final = "The understudy knows the whole part. When the lead cannot go on
 _LONGEST_S: Final = 600.0
 _ATTEMPTS: Final = 10  # of the start
 _PAUSE_S: Final = 0.5
-_WAIT_S: Final = 1.5  # of one question to us; the control socket answers one after another
+_WAIT_S: Final = 0.2
+"""Of one question to us. The control socket answers one after another, so an order to take a role
+waits as long; a slow server's answer is kept for the next question."""
 _MAX_BYTES: Final = 256
 _FAILURES: Final = frozenset({500, 502, 504})
 """A server that fails at the question which it has answered before gives a wrong answer: the status
