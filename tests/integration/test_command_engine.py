@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -239,6 +240,7 @@ async def test_it_ends_by_the_signal_that_ended_its_server(
     os.kill(adapter.server_pid(), sig)
     assert await adapter.ended() == -sig
     assert f"server_ended: the server was ended by {sig.name}" in adapter.log.read_text()
+    assert "Traceback" not in adapter.log.read_text()
 
 
 async def test_it_ends_with_the_status_of_its_server(folder: Path) -> None:
@@ -360,3 +362,38 @@ def test_a_tree_that_waits_for_a_cpu_is_seen_to(tmp_path: Path) -> None:
     assert after.is_runnable
     assert not after.is_stopped
     assert after.run_delay_ns - before.run_delay_ns > 1.0e9
+
+
+def test_who_cannot_look_says_nothing_about_the_port() -> None:
+    """Without a descriptor left our own server must not be taken for a stranger."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port, tree = server.getsockname()[1], ServerTree(os.getppid())
+        assert tree.owns_listeners(port)
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                tree.owns_listeners(port)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_NOFILE)[1] <= 512, reason="there are not enough to raise"
+)
+async def test_it_uses_all_descriptors_and_the_server_has_its_own_limit(folder: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    try:
+        adapter = started(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    try:
+        await adapter.ready()
+        assert resource.prlimit(adapter.process.pid, resource.RLIMIT_NOFILE)[0] == before[1]
+        assert resource.prlimit(adapter.server_pid(), resource.RLIMIT_NOFILE)[0] == 512
+    finally:
+        adapter.process.terminate()
+        await adapter.ended()
