@@ -131,7 +131,7 @@ class CommandEngine:
             role=self._role,
             epoch=self._epoch,
             exact=False,
-            active=max(0, self._progress.requests - self._progress.queued),
+            active=self._progress.requests - self._progress.queued,
             queued=self._progress.queued,
             slots=self._spec.max_open,
             start_ms=self._start_ms,
