@@ -32,7 +32,9 @@ __all__ = ["Address", "ServerProcess", "become_subreaper", "how_it_ended", "use_
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_PLACEHOLDER: Final = re.compile(r"\{(port|socket)\}")
+_PLACEHOLDER: Final = re.compile(r"(?<!\{)\{(port|socket)\}")
+"""`{{port}}` belongs to a template, as `check` sees it too."""
+
 _SUN_PATH_BYTES: Final = 107
 _PORTS: Final = 5  # tried before the start fails
 _LOOK_S: Final = 0.05
@@ -89,7 +91,7 @@ class ServerProcess:
     ) -> None:
         self._command = list(command)
         self._socket_path = _short(socket_path)
-        self._is_unix = any("{socket}" in word for word in command)
+        self._is_unix = any("socket" in _PLACEHOLDER.findall(word) for word in command)
         self._python_path = python_path
         self._descriptors = descriptors
         self._choose_port = choose_port
@@ -158,7 +160,11 @@ class ServerProcess:
             if is_ours is not None:
                 return is_ours
             if self.ended.done():
-                raise ServerEndedError(how_it_ended(self.ended.result()), command=self.text)
+                status = self.ended.result()
+                how = how_it_ended(status) + (
+                    ": it must stay in the foreground" if not status else ""
+                )
+                raise ServerEndedError(how, command=self.text)
             if time.monotonic() > deadline_s:
                 raise ServerNotReadyError(
                     f"the server does not listen on {self.where}",

@@ -17,6 +17,7 @@ import pytest
 from cache.errors import ConnectionClosedError, RemoteError
 from cache.rpc import Hello, RpcClient
 from cache.wire import FrameBuffer, encode_frame
+from engines.command.process import Address
 from engines.command.processes import ServerTree
 from engines.contract import (
     CONTROL_PROTOCOL,
@@ -265,6 +266,20 @@ async def test_a_server_that_does_not_start_says_why(folder: Path) -> None:
     assert await adapter.ended() == 1
     last = adapter.log.read_text().splitlines()[-1]
     assert last.startswith("error: server_ended: the server left with status 1")
+
+
+async def test_a_server_that_goes_into_the_background_is_told_to_stay(folder: Path) -> None:
+    code = "import os, time\nif not os.fork(): os.setsid(); time.sleep(60)"
+    adapter = Adapter(folder, [sys.executable, "-c", code, "{port}"])
+    assert await adapter.ended() == 1
+    text = "the server left with status 0: it must stay in the foreground"
+    assert text in adapter.log.read_text()
+
+
+def test_placeholders_are_filled_where_check_sees_them() -> None:
+    address = Address(8001, Path("/s"), is_unix=False)
+    words = ["{port}", "{{port}}", '{"a":{port}}', "--url=http://h:{port}/", "{x}"]
+    assert address.fill(words) == ["8001", "{{port}}", '{"a":8001}', "--url=http://h:8001/", "{x}"]
 
 
 async def test_another_port_is_taken_when_a_stranger_takes_the_first(folder: Path) -> None:
