@@ -51,6 +51,13 @@ def _group_of_commands(group: Group, place: Place) -> Iterator[Issue]:
         what = f"cache mode {group.cache.mode}, but servers keep their own copy of the weights"
         instead = "write mode: off, or leave the cache out"
         yield Issue((*place, "cache", "mode"), what, instead)
+    for key in ("devices", "tensor_parallel"):
+        if key in group.model_fields_set:
+            what = f"{key} is not for servers: their commands say where they compute"
+            yield Issue((*place, key), what, "leave it out", at_key=True)
+    if "batch" in group.model_fields_set:
+        what = "a group of servers has no batch engine that these rules could be for"
+        yield Issue((*place, "batch"), what, "leave it out", Severity.WARNING, at_key=True)
     if group.model is not None:
         what = "the model is not read: the servers' commands say what they load"
         yield Issue((*place, "model"), what, "leave it out", Severity.WARNING, at_key=True)

@@ -46,7 +46,8 @@ def check_surroundings(topology: Topology, machine: Machine) -> Iterator[Issue]:
         for problem in checkpoint.problems:
             yield Issue((*place, "model", "path"), problem.what, problem.instead, missing)
         yield from _model(group, checkpoint, place)
-        yield from _devices(group, place, machine)
+        if not group.runs_commands:
+            yield from _devices(group, place, machine)
         yield from _client_socket(group, place)
         yield from _programs(group, place)
     if not in_use:

@@ -136,6 +136,18 @@ def test_a_placeholder_without_quotes_is_explained(servers: Servers) -> None:
     assert (finding.line, finding.instead) == (7, 'write it in quotes: "{port}"')
 
 
+def test_keys_of_native_groups_are_told_from_what_servers_need(servers: Servers) -> None:
+    more = (
+        "    devices: [cuda:0, cuda:1]\n    tensor_parallel: 2\n"
+        "    batch: {freeze_when: queue > 3}\n"
+    )
+    found = servers.check({"    engines:": more + "    engines:"})
+    assert [(finding.line, finding.path) for finding in found] == [
+        (6, "groups[0].devices"), (7, "groups[0].tensor_parallel"), (8, "groups[0].batch"),
+    ]  # fmt: skip
+    assert {finding.instead for finding in found} == {"leave it out"}
+
+
 def test_a_command_line_in_one_piece_is_taken_apart(servers: Servers) -> None:
     given = f'[{sys.executable}, --port, "{{port}}"]'
     (finding,) = servers.check({given: '"vllm serve m --port {port}"'})
