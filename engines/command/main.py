@@ -90,7 +90,11 @@ class CommandEngine:
         self._progress = Progress()
         self._run_dir = Path(spec.run_dir)
         self._process = ServerProcess(
-            spec.command, self._path("srv"), python_path=spec.python_path, descriptors=descriptors
+            spec.command,
+            self._path("srv"),
+            python_path=spec.python_path,
+            descriptors=descriptors,
+            on_delay=self._tell,
         )
         self._server: HttpEngine | None = None
         self._canary: Canary | None = None
@@ -230,8 +234,14 @@ class CommandEngine:
             raise ServerEndedError(f"{how} while starting", command=self._process.text)
         learning.result()
         self._start_ms = (time.monotonic() - self._began_s) * 1e3
-        self._state = "ready"
+        self._state, self._error = "ready", ""
         log.info("the server is ready after %.0f ms at %s", self._start_ms, self._process.where)
+        self._control.notify_state()
+
+    def _tell(self, text: str) -> None:
+        """Whoever waits for the start learns why, long before it is given up."""
+        log.warning("%s", text)
+        self._error = text
         self._control.notify_state()
 
     async def _learn(self, server: HttpEngine, deadline_s: float) -> None:

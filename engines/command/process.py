@@ -38,6 +38,9 @@ _PLACEHOLDER: Final = re.compile(r"(?<!\{)\{(port|socket)\}")
 _SUN_PATH_BYTES: Final = 107
 _PORTS: Final = 5  # tried before the start fails
 _LOOK_S: Final = 0.05
+_PATIENCE_S: Final = 15.0
+"""Large models take minutes until their server listens, and wrong commands take for ever."""
+
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
@@ -87,6 +90,7 @@ class ServerProcess:
         *,
         python_path: str | None,
         descriptors: tuple[int, int] | None = None,
+        on_delay: Callable[[str], None] = lambda _text: None,
         choose_port: Callable[[], int] = free_port,
     ) -> None:
         self._command = list(command)
@@ -94,6 +98,7 @@ class ServerProcess:
         self._is_unix = any("socket" in _PLACEHOLDER.findall(word) for word in command)
         self._python_path = python_path
         self._descriptors = descriptors
+        self._on_delay = on_delay
         self._choose_port = choose_port
         self._pid = 0
         self.address = Address(0, self._socket_path, self._is_unix)
@@ -155,6 +160,7 @@ class ServerProcess:
 
     async def _listens(self, *, deadline_s: float) -> bool:
         """Wait for its socket; False when somebody else has taken the port."""
+        told_s = time.monotonic() + _PATIENCE_S
         while True:
             is_ours = self._is_listening()
             if is_ours is not None:
@@ -167,10 +173,18 @@ class ServerProcess:
                 raise ServerEndedError(how, command=self.text)
             if time.monotonic() > deadline_s:
                 raise ServerNotReadyError(
-                    f"the server does not listen on {self.where}",
-                    hint="does its command say so? it was started as: " + self.text,
+                    self._silence(), hint="does its command say so? it was started as: " + self.text
                 )
+            if time.monotonic() > told_s:
+                told_s = deadline_s
+                self._on_delay(self._silence())
             await asyncio.wait([self.ended], timeout=_LOOK_S)
+
+    def _silence(self) -> str:
+        text = f"the server does not listen on {self.where}"
+        if others := self.tree.ports():
+            text += f", but on {', '.join(map(str, others))}: does it get its address from us?"
+        return text
 
     @property
     def where(self) -> str:

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,15 @@ class ServerTree:
             strange &= listeners_on(port)
         return not strange
 
+    def ports(self) -> list[int]:
+        """Where the tree listens.
+
+        Raises:
+            OSError: we could not look.
+        """
+        ours = sockets_of(self.scan())
+        return sorted({port for inode, port in _listeners() if inode in ours})
+
     def kill_all(self) -> None:
         """SIGKILL every descendant, until a scan finds nobody new. Proves nothing."""
         done: set[tuple[int, int]] = set()
@@ -173,15 +183,18 @@ def listeners_on(port: int) -> set[int]:
     Raises:
         OSError: we could not look.
     """
-    found: set[int] = set()
+    return {inode for inode, at in _listeners() if at == port}
+
+
+def _listeners() -> Iterator[tuple[int, int]]:
+    """Inode and port of each TCP socket that a connection to 127.0.0.1 may reach."""
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with suppress(FileNotFoundError):  # a kernel without IPv6
             for line in Path(table).read_text("ascii").splitlines()[1:]:
                 fields = line.split()
-                address, _, local_port = fields[1].partition(":")
-                if fields[3] == _LISTEN and int(local_port, 16) == port and address in _LOOPBACK:
-                    found.add(int(fields[9]))
-    return found
+                address, _, port = fields[1].partition(":")
+                if fields[3] == _LISTEN and address in _LOOPBACK:
+                    yield int(fields[9]), int(port, 16)
 
 
 def sockets_of(pids: dict[int, int]) -> set[int]:

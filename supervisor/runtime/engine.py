@@ -427,6 +427,9 @@ class EngineUnit(Unit):
             self._take_status(self.understood(event.params, EngineStatus))
 
     def _take_status(self, status: EngineStatus) -> None:
+        known = self.status.error if self.status is not None else ""
+        if status.state == "starting" and status.error and status.error != known:
+            self.emit("start_delayed", f"{self.name} still starts: {status.error}")
         self.status = status
         self._changed.set()
 

@@ -17,7 +17,8 @@ import pytest
 from cache.errors import ConnectionClosedError, RemoteError
 from cache.rpc import Hello, RpcClient
 from cache.wire import FrameBuffer, encode_frame
-from engines.command.process import Address
+from engines.command.errors import ServerNotReadyError
+from engines.command.process import Address, ServerProcess
 from engines.command.processes import ServerTree
 from engines.contract import (
     CONTROL_PROTOCOL,
@@ -274,6 +275,27 @@ async def test_a_server_that_goes_into_the_background_is_told_to_stay(folder: Pa
     assert await adapter.ended() == 1
     text = "the server left with status 0: it must stay in the foreground"
     assert text in adapter.log.read_text()
+
+
+async def test_one_that_listens_elsewhere_is_told_where(folder: Path) -> None:
+    """As a command whose `{port}` is not what the server takes for its port."""
+    code = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); time.sleep(60)"
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engines.command.process._PATIENCE_S", 1.0)
+        process = ServerProcess(
+            [sys.executable, "-c", code, "{port}"], folder / "srv", python_path=None,
+            on_delay=said.append,
+        )  # fmt: skip
+        try:
+            with pytest.raises(ServerNotReadyError, match="does not listen on port"):
+                await process.start(deadline_s=time.monotonic() + 3.0)
+        finally:
+            os.kill(process._pid, signal.SIGKILL)  # it alone: other tests have children too
+            os.waitpid(process._pid, 0)
+    (text,) = said
+    assert "does not listen on port" in text
+    assert ", but on " in text
 
 
 def test_placeholders_are_filled_where_check_sees_them() -> None:
