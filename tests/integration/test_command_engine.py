@@ -292,7 +292,7 @@ async def test_one_that_listens_elsewhere_is_told_where(folder: Path) -> None:
                 await process.start(deadline_s=time.monotonic() + 3.0)
         finally:
             os.kill(process._pid, signal.SIGKILL)  # it alone: other tests have children too
-            os.waitpid(process._pid, 0)
+            await asyncio.to_thread(os.waitpid, process._pid, 0)
     (text,) = said
     assert "does not listen on port" in text
     assert ", but on " in text
