@@ -169,7 +169,7 @@ class CommandEngine:
         """See `EngineHost`."""
         # A lease: whoever ordered it may be gone before the role is, and requests must go on then.
         self._drains_until_s = time.monotonic() + DRAIN_LEASE_S
-        return Drained(self._generate.open_requests if self._generate is not None else 0)
+        return Drained(self._generate.unfinished if self._generate is not None else 0)
 
     def request_shutdown(self) -> None:
         """See `EngineHost`."""
@@ -227,7 +227,11 @@ class CommandEngine:
         )
         learning = self._loop.create_task(self._learn(self._server, deadline_s))
         either: list[asyncio.Future[Any]] = [learning, self._process.ended]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # told to leave: nothing may be opened behind that
+            learning.cancel()
+            raise
         if self._process.ended.done():
             learning.cancel()
             how = how_it_ended(self._process.ended.result())

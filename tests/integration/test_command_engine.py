@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from engines.contract import (
     CanaryResult,
     CommandSpec,
     Drained,
+    End,
     EngineFrame,
     EngineStatus,
     Generate,
@@ -102,7 +104,12 @@ class Adapter:
     def order(self, word: str) -> None:
         (self.folder / "orders").write_text(f"{self.server_pid()} {word}\n")
 
-    async def ask(self, epoch: int, resume: Resume | None = None) -> list[EngineFrame]:
+    async def ask(
+        self,
+        epoch: int,
+        resume: Resume | None = None,
+        before_close: Callable[[], Awaitable[None]] | None = None,
+    ) -> list[EngineFrame]:
         reader, writer = await asyncio.open_unix_connection(self.folder / "a-12345678.gen")
         body = GenerateBody("completion", prompt="p", max_tokens=3)
         writer.write(encode_frame(Generate(1, "00", epoch, "gateway", body, 7, resume)))
@@ -111,6 +118,10 @@ class Adapter:
             buffer.feed(data)
             while (frame := buffer.next_body()) is not None:
                 frames.append(msgspec.json.decode(frame, type=EngineFrame))
+            if frames and isinstance(frames[-1], End | GenerateError):
+                break
+        if before_close is not None:
+            await before_close()
         writer.close()
         return frames
 
@@ -187,6 +198,29 @@ async def test_a_drain_that_nobody_repeats_is_over(folder: Path) -> None:
         await adapter.call("drain")
         await adapter.call("assume", Assume("primary", 2))
         assert len(await adapter.ask(2)) == 5, "a role ends the draining"
+    finally:
+        adapter.process.terminate()
+        await adapter.ended()
+
+
+async def test_a_drain_waits_until_the_last_frame_is_taken(folder: Path) -> None:
+    adapter = await started(folder).ready()
+
+    async def unfinished() -> int:
+        return msgspec.json.decode(await adapter.call("drain"), type=Drained).open
+
+    async def still_open() -> None:
+        await asyncio.sleep(0.2)
+        assert await unfinished() == 1, "the gateway may not have handed it on to a slow client"
+
+    try:
+        await adapter.call("assume", Assume("primary", 1))
+        frames = await adapter.ask(1, before_close=still_open)
+        assert isinstance(frames[-1], End)
+        deadline_s = time.monotonic() + DEADLINE_S
+        while await unfinished():
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.02)
     finally:
         adapter.process.terminate()
         await adapter.ended()
