@@ -57,7 +57,7 @@ class HttpEngine:
             return None
         try:
             name = json.loads(answer[1])["data"][0]["id"]
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             return None
         return name if isinstance(name, str) else None
 
@@ -72,7 +72,7 @@ class HttpEngine:
         with self._connector() as connector:
             async with (
                 aiohttp.ClientSession(connector=connector, timeout=limit) as session,
-                session.post(self.base_url + path, json=body) as response,
+                session.post(self.base_url + path, json=body, allow_redirects=False) as response,
             ):
                 yield response
 
@@ -140,7 +140,7 @@ def _text_of(data: bytes) -> str | None:
     try:
         answer = json.loads(data)
         text = answer["choices"][0]["text"]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
     return text if isinstance(text, str) else None
 

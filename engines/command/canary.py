@@ -23,11 +23,14 @@ PROMPT: Final = "The understudy knows the whole part. When the lead cannot go on
 _LONGEST_S: Final = 600.0
 _ATTEMPTS: Final = 10  # of the start
 _PAUSE_S: Final = 0.5
-_WAIT_S: Final = 1.5  # of one question to us; the control socket answers one after another
+_WAIT_S: Final = 0.2
+"""Of one question to us. The control socket answers one after another, so an order to take a role
+waits as long; a slow server's answer is kept for the next question."""
 _MAX_BYTES: Final = 256
 _FAILURES: Final = frozenset({500, 502, 504})
 """A server that fails at the question which it has answered before gives a wrong answer: the status
 instead of bytes. 429 and 503 say that it is full, which is none."""
+_FULL: Final = frozenset({429, 503})
 
 
 class Canary:
@@ -100,6 +103,7 @@ class Canary:
         if status in _FAILURES and self._known is not None:
             return CanaryResult([status], duration_ms, time.monotonic_ns())
         if text is None:
+            self._progress.is_refusing = status in _FULL
             return None
         self._progress.piece()  # and not for a refusal: it takes no step of the model
         data = text.encode("utf-8", "surrogatepass")

@@ -14,6 +14,8 @@ from typing import Final
 
 __all__ = ["DIALECTS", "Dialect", "EngineCounters", "read_counters"]
 
+_MOST_REQUESTS: Final = 1e9
+
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
@@ -86,17 +88,22 @@ def read_counters(page: str) -> EngineCounters | None:
         totals[name] = totals.get(name, 0.0) + value
     for dialect in DIALECTS.values():
         if totals.keys() & dialect.work and totals.keys() & (dialect.running | dialect.waiting):
-            waiting = _sum(totals, dialect.waiting)
+            waiting = _count(totals, dialect.waiting)
             return EngineCounters(
                 work=_sum(totals, dialect.work),
-                requests=int(_sum(totals, dialect.running) + waiting),
-                waiting=int(waiting),
+                requests=_count(totals, dialect.running) + waiting,
+                waiting=waiting,
             )
     return None
 
 
 def _sum(totals: dict[str, float], names: frozenset[str]) -> float:
     return sum(totals.get(name, 0.0) for name in sorted(names))
+
+
+def _count(totals: dict[str, float], names: frozenset[str]) -> int:
+    """A number of requests that fits into the page, whatever the server says."""
+    return int(min(max(_sum(totals, names), 0.0), _MOST_REQUESTS))
 
 
 def _samples(page: str) -> Iterator[tuple[str, float]]:

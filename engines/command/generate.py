@@ -63,6 +63,11 @@ class GenerateServer:
             self._accept, sock=listen_unix(self._path, backlog=_BACKLOG)
         )
 
+    @property
+    def unfinished(self) -> int:
+        """Connections whose last frame nobody has taken yet, and those before their first."""
+        return len(self._tasks)
+
     def cut_all(self) -> None:
         """End every request: the role is gone."""
         for task in self._tasks:
@@ -85,9 +90,11 @@ class GenerateServer:
         try:
             if peer_uid(writer.get_extra_info("socket")) != os.getuid():
                 return
-            await self._request(_Peer(reader, writer))
+            peer = _Peer(reader, writer)
+            await self._request(peer)
             async with asyncio.timeout(_LAST_FRAME_S):
                 await writer.drain()
+                await peer.wait_gone()  # it hangs up once it has taken the last frame
                 writer.close()
                 await writer.wait_closed()
         except TooSlowError:

@@ -32,7 +32,12 @@ from engines.command.errors import (
 )
 from engines.command.generate import GenerateServer
 from engines.command.http import HttpServer
-from engines.command.process import ServerProcess, become_subreaper, how_it_ended
+from engines.command.process import (
+    ServerProcess,
+    become_subreaper,
+    how_it_ended,
+    use_all_descriptors,
+)
 from engines.command.progress import Progress
 from engines.command.relay import Relay
 from engines.contract import (
@@ -69,7 +74,9 @@ _STATE_OF_ROLE: Final[dict[str, EngineState]] = {
 class CommandEngine:
     """Servers, status, and the life of the process."""
 
-    def __init__(self, spec: CommandSpec, *, began_s: float) -> None:
+    def __init__(
+        self, spec: CommandSpec, *, began_s: float, descriptors: tuple[int, int] | None = None
+    ) -> None:
         self._spec = spec
         self._began_s = began_s
         self._loop = asyncio.get_running_loop()
@@ -82,7 +89,13 @@ class CommandEngine:
         self._error = ""
         self._progress = Progress()
         self._run_dir = Path(spec.run_dir)
-        self._process = ServerProcess(spec.command, self._path("srv"), python_path=spec.python_path)
+        self._process = ServerProcess(
+            spec.command,
+            self._path("srv"),
+            python_path=spec.python_path,
+            descriptors=descriptors,
+            on_delay=self._tell,
+        )
         self._server: HttpEngine | None = None
         self._canary: Canary | None = None
         self._generate: GenerateServer | None = None
@@ -122,7 +135,7 @@ class CommandEngine:
             role=self._role,
             epoch=self._epoch,
             exact=False,
-            active=max(0, self._progress.requests - self._progress.queued),
+            active=self._progress.requests - self._progress.queued,
             queued=self._progress.queued,
             slots=self._spec.max_open,
             start_ms=self._start_ms,
@@ -132,7 +145,7 @@ class CommandEngine:
 
     def assume(self, order: Assume) -> Assumed:
         """See `EngineHost`."""
-        if self._generate is None or self._state in ("stopping", "failed"):
+        if self._generate is None or self._state in ("starting", "stopping", "failed"):
             raise NotReadyError(f"the engine is {self._state}")
         if order.epoch < self._epoch:
             raise StaleOrderError(ours=self._epoch, theirs=order.epoch)
@@ -156,7 +169,7 @@ class CommandEngine:
         """See `EngineHost`."""
         # A lease: whoever ordered it may be gone before the role is, and requests must go on then.
         self._drains_until_s = time.monotonic() + DRAIN_LEASE_S
-        return Drained(self._generate.open_requests if self._generate is not None else 0)
+        return Drained(self._generate.unfinished if self._generate is not None else 0)
 
     def request_shutdown(self) -> None:
         """See `EngineHost`."""
@@ -195,6 +208,7 @@ class CommandEngine:
                     watches.result()
             finally:
                 watches.cancel()
+                await asyncio.gather(watches, return_exceptions=True)
             self._server_ended(self._process.ended.result())
         except UnderstudyError as error:
             self._fail(f"error: {error.stable_code}: {error}", 1)
@@ -213,15 +227,25 @@ class CommandEngine:
         )
         learning = self._loop.create_task(self._learn(self._server, deadline_s))
         either: list[asyncio.Future[Any]] = [learning, self._process.ended]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # told to leave: nothing may be opened behind that
+            learning.cancel()
+            raise
         if self._process.ended.done():
             learning.cancel()
             how = how_it_ended(self._process.ended.result())
             raise ServerEndedError(f"{how} while starting", command=self._process.text)
         learning.result()
         self._start_ms = (time.monotonic() - self._began_s) * 1e3
-        self._state = "ready"
+        self._state, self._error = "ready", ""
         log.info("the server is ready after %.0f ms at %s", self._start_ms, self._process.where)
+        self._control.notify_state()
+
+    def _tell(self, text: str) -> None:
+        """Whoever waits for the start learns why, long before it is given up."""
+        log.warning("%s", text)
+        self._error = text
         self._control.notify_state()
 
     async def _learn(self, server: HttpEngine, deadline_s: float) -> None:
@@ -251,7 +275,10 @@ class CommandEngine:
         pause_s = min(max(pause_s, _SHORTEST_LOOK_S), _LONGEST_LOOK_S)
         while True:
             counters = await self._server.counters(timeout_s=pause_s)
-            self._progress.look(counters, self._process.tree.look())
+            try:
+                self._progress.look(counters, self._process.tree.look())
+            except OSError as error:  # no descriptor is left: no statement about the server
+                log.warning("cannot look at the server's processes: %s", error)
             await asyncio.sleep(pause_s)
 
     async def _guard(self) -> None:
@@ -259,7 +286,12 @@ class CommandEngine:
         patience_s = max(self._spec.hang_after_s, 2 * _OWNER_S)
         heard_s = time.monotonic()
         while True:
-            is_ours, now_s = self._process.listens(), time.monotonic()
+            now_s = time.monotonic()
+            try:
+                is_ours = self._process.listens()
+            except OSError as error:  # no descriptor is left: no statement about the server
+                log.warning("cannot look who listens: %s", error)
+                is_ours = True
             if is_ours is False:
                 raise StrangerListensError(self._process.address.port)
             heard_s = now_s if is_ours else heard_s
@@ -304,6 +336,7 @@ class CommandEngine:
 def run(spec: CommandSpec) -> NoReturn:
     """Be this engine until it ends. Log and error lines go to descriptors 1 and 2."""
     began_s = time.monotonic()
+    descriptors = use_all_descriptors()
     reserve_descriptors()
     logging.basicConfig(
         level=logging.INFO,
@@ -314,7 +347,7 @@ def run(spec: CommandSpec) -> NoReturn:
     become_subreaper()
     status = 1
     try:
-        status = asyncio.run(_serve(spec, began_s))
+        status = asyncio.run(_serve(spec, began_s, descriptors))
     except UnderstudyError as error:
         os.write(2, f"error: {error.stable_code}: {error}\n".encode())
     except Exception:
@@ -323,8 +356,8 @@ def run(spec: CommandSpec) -> NoReturn:
         _leave_as_the_server_did(status)
 
 
-async def _serve(spec: CommandSpec, began_s: float) -> int:
-    return await CommandEngine(spec, began_s=began_s).serve()
+async def _serve(spec: CommandSpec, began_s: float, descriptors: tuple[int, int]) -> int:
+    return await CommandEngine(spec, began_s=began_s, descriptors=descriptors).serve()
 
 
 def _leave_as_the_server_did(status: int) -> NoReturn:

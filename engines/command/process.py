@@ -14,6 +14,7 @@ import asyncio
 import ctypes
 import os
 import re
+import resource
 import shlex
 import signal
 import socket
@@ -27,14 +28,19 @@ from typing import Final
 from engines.command.errors import ServerEndedError, ServerNotReadyError, StrangerListensError
 from engines.command.processes import ServerTree
 
-__all__ = ["Address", "ServerProcess", "become_subreaper", "how_it_ended"]
+__all__ = ["Address", "ServerProcess", "become_subreaper", "how_it_ended", "use_all_descriptors"]
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_PLACEHOLDER: Final = re.compile(r"\{(port|socket)\}")
+_PLACEHOLDER: Final = re.compile(r"(?<!\{)\{(port|socket)\}")
+"""`{{port}}` belongs to a template, as `check` sees it too."""
+
 _SUN_PATH_BYTES: Final = 107
 _PORTS: Final = 5  # tried before the start fails
 _LOOK_S: Final = 0.05
+_PATIENCE_S: Final = 15.0
+"""Large models take minutes until their server listens, and wrong commands take for ever."""
+
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
@@ -83,12 +89,16 @@ class ServerProcess:
         socket_path: Path,
         *,
         python_path: str | None,
+        descriptors: tuple[int, int] | None = None,
+        on_delay: Callable[[str], None] = lambda _text: None,
         choose_port: Callable[[], int] = free_port,
     ) -> None:
         self._command = list(command)
         self._socket_path = _short(socket_path)
-        self._is_unix = any("{socket}" in word for word in command)
+        self._is_unix = any("socket" in _PLACEHOLDER.findall(word) for word in command)
         self._python_path = python_path
+        self._descriptors = descriptors
+        self._on_delay = on_delay
         self._choose_port = choose_port
         self._pid = 0
         self.address = Address(0, self._socket_path, self._is_unix)
@@ -117,12 +127,15 @@ class ServerProcess:
         port = 0 if self._is_unix else self._choose_port()
         self.address = Address(port, self._socket_path, self._is_unix)
         self.ended = asyncio.get_running_loop().create_future()
-        parent = os.getpid()
+        self._pid = 0  # a start that fails leaves none, and the last one's may be another's by now
+        parent, descriptors = os.getpid(), self._descriptors
 
         def die_with_the_adapter() -> None:
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
                 os._exit(1)
+            if descriptors is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, descriptors)
 
         argv = self.address.fill(self._command)
         try:
@@ -133,7 +146,7 @@ class ServerProcess:
                 close_fds=True,
                 preexec_fn=die_with_the_adapter,  # noqa: PLW1509 - see the warning above
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a NUL among the arguments is a ValueError
             raise ServerEndedError(f"cannot be started: {error}", command=self.text) from error
         child.returncode = 0  # see invariant 3
         self._pid = child.pid
@@ -147,18 +160,31 @@ class ServerProcess:
 
     async def _listens(self, *, deadline_s: float) -> bool:
         """Wait for its socket; False when somebody else has taken the port."""
+        told_s = time.monotonic() + _PATIENCE_S
         while True:
             is_ours = self._is_listening()
             if is_ours is not None:
                 return is_ours
             if self.ended.done():
-                raise ServerEndedError(how_it_ended(self.ended.result()), command=self.text)
+                status = self.ended.result()
+                how = how_it_ended(status) + (
+                    ": it must stay in the foreground" if not status else ""
+                )
+                raise ServerEndedError(how, command=self.text)
             if time.monotonic() > deadline_s:
                 raise ServerNotReadyError(
-                    f"the server does not listen on {self.where}",
-                    hint="does its command say so? it was started as: " + self.text,
+                    self._silence(), hint="does its command say so? it was started as: " + self.text
                 )
+            if time.monotonic() > told_s:
+                told_s = deadline_s
+                self._on_delay(self._silence())
             await asyncio.wait([self.ended], timeout=_LOOK_S)
+
+    def _silence(self) -> str:
+        text = f"the server does not listen on {self.where}"
+        if others := self.tree.ports():
+            text += f", but on {', '.join(map(str, others))}: does it get its address from us?"
+        return text
 
     @property
     def where(self) -> str:
@@ -171,7 +197,11 @@ class ServerProcess:
         return self.tree.owns_listeners(self.address.port)
 
     def listens(self) -> bool | None:
-        """Whether the server listens; None: nobody does, False: somebody else."""
+        """Whether the server listens; None: nobody does, False: somebody else.
+
+        Raises:
+            OSError: we could not look.
+        """
         if self._is_unix:
             return True if _accepts(self._socket_path) else None
         return self._is_listening()
@@ -197,6 +227,13 @@ class ServerProcess:
         if self._pid:
             await asyncio.wait([self.ended], timeout=1.0)
         self._socket_path.unlink(missing_ok=True)
+
+
+def use_all_descriptors() -> tuple[int, int]:
+    """Two per request, and the soft limit is low. Returns the limits before: the server's own."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    return before
 
 
 def _accepts(path: Path) -> bool:

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ __all__ = ["ServerTree", "TreeLook", "listeners_on", "signal_checked", "sockets_
 
 _RESCAN_S: Final = 1.0
 _GONE: Final = (FileNotFoundError, ProcessLookupError)
+_NOT_OURS: Final = (*_GONE, PermissionError)
 _LISTEN: Final = "0A"
 _LOOPBACK: Final = frozenset({
     "0100007F", "00000000", "0" * 32, "0000000000000000FFFF00000100007F",
@@ -56,7 +58,7 @@ def _read(path: str) -> bytes:
 def _stat(path: str) -> _Stat | None:
     try:
         data = _read(path)
-    except _GONE:
+    except _NOT_OURS:  # /proc may be mounted so that processes of others are hidden
         return None
     fields = data[data.rfind(b")") + 2 :].split()
     if len(fields) < 20:
@@ -132,11 +134,27 @@ class ServerTree:
         return is_runnable
 
     def owns_listeners(self, port: int) -> bool | None:
-        """Whether all that listen on the port belong to the tree; None while nobody does."""
+        """Whether all that listen on the port belong to the tree; None while nobody does.
+
+        Raises:
+            OSError: we could not look.
+        """
         listeners = listeners_on(port)  # first: a socket that is listed has a descriptor by now
         if not listeners:
             return None
-        return listeners <= sockets_of(self.scan())
+        strange = listeners - sockets_of(self.scan())
+        if strange:  # or the server has closed it just now
+            strange &= listeners_on(port)
+        return not strange
+
+    def ports(self) -> list[int]:
+        """Where the tree listens.
+
+        Raises:
+            OSError: we could not look.
+        """
+        ours = sockets_of(self.scan())
+        return sorted({port for inode, port in _listeners() if inode in ours})
 
     def kill_all(self) -> None:
         """SIGKILL every descendant, until a scan finds nobody new. Proves nothing."""
@@ -160,25 +178,36 @@ def signal_checked(pid: int, start_ticks: int, sig: signal.Signals) -> None:
 
 
 def listeners_on(port: int) -> set[int]:
-    """Inodes of the TCP sockets that a connection to this port of 127.0.0.1 may reach."""
-    found: set[int] = set()
+    """Inodes of the TCP sockets that a connection to this port of 127.0.0.1 may reach.
+
+    Raises:
+        OSError: we could not look.
+    """
+    return {inode for inode, at in _listeners() if at == port}
+
+
+def _listeners() -> Iterator[tuple[int, int]]:
+    """Inode and port of each TCP socket that a connection to 127.0.0.1 may reach."""
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with suppress(OSError):  # a kernel without IPv6
+        with suppress(FileNotFoundError):  # a kernel without IPv6
             for line in Path(table).read_text("ascii").splitlines()[1:]:
                 fields = line.split()
-                address, _, local_port = fields[1].partition(":")
-                if fields[3] == _LISTEN and int(local_port, 16) == port and address in _LOOPBACK:
-                    found.add(int(fields[9]))
-    return found
+                address, _, port = fields[1].partition(":")
+                if fields[3] == _LISTEN and address in _LOOPBACK:
+                    yield int(fields[9]), int(port, 16)
 
 
 def sockets_of(pids: dict[int, int]) -> set[int]:
-    """Inodes of all sockets that these processes hold; what cannot be read counts as none."""
+    """Inodes of all sockets that these processes hold; who has gone or is not ours holds none.
+
+    Raises:
+        OSError: we could not look, as where no descriptor is left.
+    """
     found: set[int] = set()
     for pid in pids:
-        with suppress(OSError):
+        with suppress(*_NOT_OURS):
             for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - names only
-                with suppress(OSError):
+                with suppress(*_NOT_OURS):
                     target = os.readlink(f"/proc/{pid}/fd/{fd}")  # noqa: PTH115 - plain text
                     if target.startswith("socket:["):
                         found.add(int(target[8:-1]))

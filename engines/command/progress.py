@@ -1,12 +1,13 @@
 """What the adapter knows of the server's progress, written to the page that the supervisor reads.
 
 Invariants
-    1. Work is there when the server says so, or when one of our own requests waits for it: a
-       server may not count what its HTTP side has not handed on.
+    1. Work is there when one of our own requests waits for it: a server may not count what its HTTP
+       side has not handed on, and nobody else asks it. What it says itself counts only while it
+       takes nothing more. Some set their gauges every so many steps, and leave them as they were
+       when the last request has ended: such a server has nothing to do, and does not hang.
     2. Any change of the server's counters is a step, and so is every piece of text that we have
        read: one that has no counters, or hangs in its `/metrics` only, still shows progress.
-    3. A page that does not come keeps what was known last: a server whose HTTP hangs too had work
-       or had none, and has not moved since.
+    3. A page that does not come keeps what was known last: the server has not moved since.
     4. A slow client is no work: what the server has sent is taken at once (see `relay`).
 """
 
@@ -34,18 +35,19 @@ class Progress:
         self._counters: EngineCounters | None = None
         self._steps = 0
         self.waiting = 0  # questions to the server, canaries included, that are not answered
+        self.is_refusing = False  # said so to the last canary, and nothing has come since
         self.pieces = 0
 
     @property
     def requests(self) -> int:
-        """Requests that the server has, as far as it or we know."""
-        known = self._counters.requests if self._counters is not None else 0
+        """Requests that the server owes us something for, or is so full of that it refuses."""
+        known = self._counters.requests if self._counters is not None and self.is_refusing else 0
         return max(known, self.waiting)
 
     @property
     def queued(self) -> int:
-        """Requests that the server says it has not begun."""
-        return self._counters.waiting if self._counters is not None else 0
+        """Those of them that the server says it has not begun."""
+        return min(self._counters.waiting, self.requests) if self._counters is not None else 0
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
@@ -61,6 +63,7 @@ class Progress:
     def piece(self) -> None:
         """The server has sent text: more than a refusal, or a sign of life of its HTTP side."""
         self.pieces += 1
+        self.is_refusing = False
         self._step()
 
     def look(self, counters: EngineCounters | None, tree: TreeLook) -> None:
@@ -86,7 +89,7 @@ class Progress:
         self.page.set("steps", self._steps)
 
     def _publish(self) -> None:
-        self.page.set("active", max(0, self.requests - self.queued))
+        self.page.set("active", self.requests - self.queued)
         self.page.set("queued", self.queued)
         self.page.set("runnable", self.requests)
 

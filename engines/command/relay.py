@@ -52,6 +52,14 @@ class _BrokenAnswerError(Exception):
     """The server's answer is not what OpenAI's API says."""
 
 
+class _SaidError(Exception):
+    """The server says in its answer that there is none: asking again would hear it again."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        super().__init__()
+        self.body = body
+
+
 def request_of(body: GenerateBody, *, seed: int, model: str) -> tuple[str, dict[str, Any]]:
     """Path and body for the server; extensions of OpenAI's API only where they are used."""
     fields: dict[str, Any] = {
@@ -107,21 +115,32 @@ class _Answer:
     is_done: bool = False
 
     def take(self, data: bytes) -> str:
-        """One event; returns its text."""
+        """One event; returns its text.
+
+        Raises:
+            _SaidError: it is an error of the server's.
+            _BrokenAnswerError: nobody understands it.
+        """
         if data == b"[DONE]":
             self.is_done = True
             return ""
         try:
             event = msgspec.json.decode(data)
-            if "error" in event:
-                raise _BrokenAnswerError(_message_of(event) or "the server failed")
+            if event.get("error") is not None or event.get("object") == "error":
+                raise _SaidError(event)
             self._take_usage(event.get("usage"))
             if not event["choices"]:
                 return ""
             choice = event["choices"][0]
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
             text = choice["text"] if "text" in choice else choice["delta"].get("content")
-        except (msgspec.MsgspecError, LookupError, TypeError, AttributeError) as error:
+        except (
+            msgspec.MsgspecError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise _BrokenAnswerError(f"an event that nobody understands: {error!r}") from error
         if not text:
             return ""
@@ -141,8 +160,11 @@ class _Answer:
         """The last frame.
 
         Raises:
+            ServerLostError: it just ended. Without a length this is also how a death looks.
             _BrokenAnswerError: the server has not said that it is complete.
         """
+        if not self.finish_reason and not self.is_done:
+            raise ServerLostError("the answer broke off")
         if not self.finish_reason or self.finish_reason in ("abort", "error"):
             raise _BrokenAnswerError("the answer broke off")
         reason: Literal["stop", "length"] = "length" if self.finish_reason == "length" else "stop"
@@ -172,10 +194,12 @@ class Relay:
         with self._progress.awaited():
             try:
                 async with self._server.post(path, body) as response:
-                    if response.status != _OK:
+                    if response.status != _OK or response.content_type == "application/json":
                         send(await _refusal(response))
                         return
                     send(await self._stream(response, send))
+            except _SaidError as error:
+                send(_error_of(_status_of(error.body), _message_of(error.body)))
             except _BrokenAnswerError as error:
                 send(GenerateError("engine_failed", str(error), resumable=True))
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -199,14 +223,20 @@ async def _refusal(response: aiohttp.ClientResponse) -> GenerateError:
     """What the server says instead of an answer, as the client shall hear it."""
     data = await response.content.read(_MAX_ERROR_BYTES)
     try:
-        message = _message_of(msgspec.json.decode(data))
-    except msgspec.MsgspecError:
-        message = ""
-    status = response.status
+        body = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, RecursionError):
+        body = None
+    retry_after = response.headers.get("Retry-After", "")
+    wait_s = float(retry_after) if retry_after.isdecimal() else 1.0
+    if response.status == _OK:
+        message = _message_of(body) or "the server did not answer with a stream"
+        return _error_of(_status_of(body), message, wait_s)
+    return _error_of(response.status, _message_of(body), wait_s)
+
+
+def _error_of(status: int, message: str, wait_s: float = 1.0) -> GenerateError:
     message = message or f"the server answered {status}"
     if status in (429, 503):
-        retry_after = response.headers.get("Retry-After", "")
-        wait_s = float(retry_after) if retry_after.isdecimal() else 1.0
         code = "queue_full" if status == 429 else "server_busy"
         return GenerateError(code, message, status=status, retry_after_s=wait_s)
     if 400 <= status < 500:
@@ -214,6 +244,13 @@ async def _refusal(response: aiohttp.ClientResponse) -> GenerateError:
         code = "context_length_exceeded" if is_long else "invalid_request"
         return GenerateError(code, message, status=400 if status in (404, 405) else status)
     return GenerateError("server_error", message, status=status if status >= 500 else 502)
+
+
+def _status_of(body: object) -> int:
+    """The status that an error in a body stands for, where it is said: else the server failed."""
+    inner = body.get("error", body) if isinstance(body, dict) else None
+    code = inner.get("code") if isinstance(inner, dict) else None
+    return code if isinstance(code, int) and 400 <= code <= 599 else 502
 
 
 def _message_of(body: object) -> str:

@@ -356,7 +356,8 @@ class EngineStream:
             self._counters.resumed_replay += 1
 
     async def _emit(self, target: RouteTarget, step: Emit) -> None:
-        self._retry.progress()
+        if self._delivery.is_resumable:  # what is begun anew has got nowhere
+            self._retry.progress()
         self._counters.tokens += step.tokens
         if self._awaits_first_token:
             self._awaits_first_token = False
@@ -410,7 +411,9 @@ class EngineStream:
             raise ApiError(
                 500,
                 "stream_broken",
-                "the answer could not be continued without repeating or losing text",
+                "the answer could not be continued without repeating or losing text"
+                if self._delivery.is_resumable
+                else f"the answer broke off {retry.fruitless} times: {error.message}",
             )
         self._awaits_first_token = True
         if self._delivery.was_accepted and not self._delivery.is_resumable:

@@ -333,8 +333,10 @@ class EngineUnit(Unit):
         """Whether its streams cannot be handed over, so that they must end before it gives up."""
         return self.settings.kind is EngineKind.COMMAND
 
-    async def drain(self, *, timeout_s: float) -> int:
+    async def drain(self, *, timeout_s: float, is_in_vain: Callable[[], bool]) -> int:
         """Let it take no new request, and wait for those that are open; how many are left.
+
+        It ends early once that `is_in_vain`, or the engine hangs: new requests wait meanwhile.
 
         Raises:
             UnderstudyError: it died meanwhile, or does not answer.
@@ -342,7 +344,7 @@ class EngineUnit(Unit):
         deadline = self.services.patience.deadline(timeout_s)
         while True:
             left = (await self.ask("drain", Drained, timeout_s=_DRAIN_ANSWER_S)).open
-            if not left or deadline.has_passed:
+            if not left or deadline.has_passed or is_in_vain() or self.verdict is Verdict.HUNG:
                 return left
             await asyncio.wait([self.died], timeout=_DRAIN_LOOK_S)
 
@@ -455,6 +457,9 @@ class EngineUnit(Unit):
             self._take_status(self.understood(event.params, EngineStatus))
 
     def _take_status(self, status: EngineStatus) -> None:
+        known = self.status.error if self.status is not None else ""
+        if status.state == "starting" and status.error and status.error != known:
+            self.emit("start_delayed", f"{self.name} still starts: {status.error}")
         self.status = status
         self._changed.set()
 

@@ -176,7 +176,7 @@ class Recovery:
         epoch = group.epoch + 1
         try:
             await self._reach(new)
-            await self._drain(old, operation)
+            await self._drain(old, new, operation)
             await self._cut(operation)
             await self._demote(old, epoch)
             operation.phase("fence")
@@ -189,18 +189,36 @@ class Recovery:
         self._done(operation)
         return operation
 
-    async def _drain(self, old: "EngineUnit", operation: OpenOperation) -> None:
-        """Let streams end that nobody could go on with; one that does not drain is no obstacle."""
+    async def _drain(self, old: "EngineUnit", new: "EngineUnit", operation: OpenOperation) -> None:
+        """Let streams end that nobody could go on with; one that does not drain is no obstacle.
+
+        Raises:
+            UnderstudyError: the successor is lost meanwhile, and the old one stays what it is.
+        """
         if not old.drains:
             return
-        timeout_s = self._group.settings.failover.drain_timeout
+        group, instance = self._group, new.instance
+
+        def is_lost() -> bool:
+            return new not in group.standbys or new.instance != instance
+
+        timeout_s = group.settings.failover.drain_timeout
+        began_s = group.services.clock.monotonic()
         try:
-            left = await old.drain(timeout_s=timeout_s)
+            left = await old.drain(timeout_s=timeout_s, is_in_vain=is_lost)
+            if is_lost():
+                await old.assume("primary", group.epoch, timeout_s=_ASSUME_S)  # it serves again
         except UnderstudyError as error:
             old.emit("drain_failed", f"{old.name} does not drain: {error}")
         else:
+            if is_lost():
+                raise PreconditionError(
+                    f"{new.name} was lost while {old.name} drained",
+                    hint="wait until 'supervisor status' shows a standby, and order it again",
+                )
             if left:
-                text = f"{old.name} still has {left} streams after {timeout_s:g} s: they end"
+                took_s = group.services.clock.monotonic() - began_s
+                text = f"{old.name} still has {left} streams after {took_s:.1f} s: they end"
                 old.emit("drain_incomplete", text)
         operation.phase("drain")
 

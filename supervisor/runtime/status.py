@@ -90,7 +90,7 @@ def engine_status(engine: EngineUnit) -> dict[str, Any]:
         "slots": own.slots if own is not None else 0,
         "attach_ms": own.attach_ms if own is not None else None,
         "device_memory": msgspec.to_builtins(own.device_memory) if own is not None else None,
-        "error": engine.failure or None,
+        "error": engine.failure or (own.error if own is not None else "") or None,
         "trouble": engine.starts.trouble or None,
     }
 

@@ -11,10 +11,10 @@ from typing import Final
 from supervisor.topology.findings import Issue, Place, Severity, closest
 from supervisor.topology.schema import Engine, EngineKind, EngineRole, Group
 
-__all__ = ["PLACEHOLDERS", "check_kinds"]
+__all__ = ["PLACEHOLDERS", "check_kinds", "placeholders_in"]
 
 PLACEHOLDERS: Final = ("port", "socket")
-_WORD_IN_BRACES: Final = re.compile(r"(?<!\{)\{([A-Za-z_][\w-]*)\}(?!\})")
+_WORD_IN_BRACES: Final = re.compile(r"(?<!\{)\{([A-Za-z_][\w-]*)\}")
 """JSON and templates among the arguments have other braces, which are left alone."""
 
 _EXAMPLE: Final = 'write command: [vllm, serve, my/model, --port, "{port}"]'
@@ -51,6 +51,13 @@ def _group_of_commands(group: Group, place: Place) -> Iterator[Issue]:
         what = f"cache mode {group.cache.mode}, but servers keep their own copy of the weights"
         instead = "write mode: off, or leave the cache out"
         yield Issue((*place, "cache", "mode"), what, instead)
+    for key in ("devices", "tensor_parallel"):
+        if key in group.model_fields_set:
+            what = f"{key} is not for servers: their commands say where they compute"
+            yield Issue((*place, key), what, "leave it out", at_key=True)
+    if "batch" in group.model_fields_set:
+        what = "a group of servers has no batch engine that these rules could be for"
+        yield Issue((*place, "batch"), what, "leave it out", Severity.WARNING, at_key=True)
     if group.model is not None:
         what = "the model is not read: the servers' commands say what they load"
         yield Issue((*place, "model"), what, "leave it out", Severity.WARNING, at_key=True)
@@ -70,10 +77,17 @@ def _command(engine: Engine, here: Place) -> Iterator[Issue]:
         yield Issue((*here, "ballast"), what, "leave it out")
 
 
+def placeholders_in(word: str) -> list[str]:
+    """Names in braces, known or not."""
+    return _WORD_IN_BRACES.findall(word)
+
+
 def _placeholders(command: list[str], place: Place) -> Iterator[Issue]:
     used: set[str] = set()
     for number, word in enumerate(command):
-        for name in _WORD_IN_BRACES.findall(word):
+        if "\0" in word:
+            yield Issue((*place, number), "a NUL cannot be handed to a program", "leave it out")
+        for name in placeholders_in(word):
             if name in PLACEHOLDERS:
                 used.add(name)
                 continue

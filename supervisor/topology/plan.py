@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from supervisor.topology import memory
+from supervisor.topology.commands import placeholders_in
 from supervisor.topology.memory import GroupMemory, checkpoint_of, estimate_group
 from supervisor.topology.schema import Engine, EngineRole, Group, Topology
 
@@ -146,7 +147,7 @@ def _server(group: Group, engine: Engine, run: Path) -> Iterator[PlannedProcess]
         memory_bytes=memory.COMMAND_BYTES,
     )
     command = tuple(engine.command or ())
-    uses_socket = any("{socket}" in word for word in command)
+    uses_socket = any("socket" in placeholders_in(word) for word in command)
     yield PlannedProcess(
         kind="server",
         name=engine.name,

@@ -22,14 +22,15 @@ def check_semantics(topology: Topology) -> Iterator[Issue]:
     yield from _engine_names(topology)
     for index, group in enumerate(topology.groups):
         place: Place = ("groups", index)
-        yield from _devices(group, place)
+        if not group.runs_commands:
+            yield from _devices(group, place)
+            yield from _batch(group, place)
         yield from _quantization(group, place)
         yield from _roles(group, place)
         yield from check_kinds(group, place)
         yield from _private_kv(group, place)
         yield from _cache(group, place)
         yield from _timing(group, place)
-        yield from _batch(group, place)
     yield from unsupported(topology)
 
 

@@ -20,7 +20,7 @@ def unsupported(topology: Topology) -> Iterator[Issue]:
     """Correct wishes that this build cannot fulfil."""
     for index, group in enumerate(topology.groups):
         place = ("groups", index)
-        if group.tensor_parallel > MAX_TENSOR_PARALLEL:
+        if group.tensor_parallel > MAX_TENSOR_PARALLEL and not group.runs_commands:
             what = f"tensor_parallel {group.tensor_parallel} is not supported yet by this build"
             instead = f"write {MAX_TENSOR_PARALLEL}"
             yield Issue((*place, "tensor_parallel"), what, instead)

@@ -5,6 +5,7 @@ when it comes; the point here is to say everything at once, before anything is s
 """
 
 import os
+import shlex
 import shutil
 import stat
 from collections.abc import Iterator
@@ -45,7 +46,8 @@ def check_surroundings(topology: Topology, machine: Machine) -> Iterator[Issue]:
         for problem in checkpoint.problems:
             yield Issue((*place, "model", "path"), problem.what, problem.instead, missing)
         yield from _model(group, checkpoint, place)
-        yield from _devices(group, place, machine)
+        if not group.runs_commands:
+            yield from _devices(group, place, machine)
         yield from _client_socket(group, place)
         yield from _programs(group, place)
     if not in_use:
@@ -109,10 +111,17 @@ def _port(
 def _programs(group: Group, place: Place) -> Iterator[Issue]:
     """Whether the programs of servers can be found, as the system will look for them."""
     for number, engine in enumerate(group.engines):
-        if engine.command and shutil.which(engine.command[0]) is None:
-            what = f"there is no program {engine.command[0]!r}"
-            instead = "write its full path, or put its folder into PATH"
-            yield Issue((*place, "engines", number, "command", 0), what, instead)
+        if not engine.command or "\0" in (name := engine.command[0]) or shutil.which(name):
+            continue
+        what = f"there is no program {name!r}"
+        instead = "write its full path, or put its folder into PATH"
+        if "/" not in name and " " in name:
+            instead = "write program and arguments as entries of their own"
+        elif Path(name).is_dir():
+            what, instead = f"{name} is a folder", "write the path of a program"
+        elif "/" in name and Path(name).is_file():
+            what, instead = f"{name} is not executable", f"run: chmod +x {shlex.quote(name)}"
+        yield Issue((*place, "engines", number, "command", 0), what, instead)
 
 
 def _client_socket(group: Group, place: Place) -> Iterator[Issue]:

@@ -6,6 +6,9 @@ is remembered: later checks that depend on a replaced value stay silent.
 """
 
 import copy
+import json
+import re
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -21,6 +24,8 @@ __all__ = ["Validated", "validate"]
 
 _MAX_ROUNDS: Final = 8
 """Each round repairs everything that pydantic could see; nested placeholders need a second."""
+_PLAIN: Final = re.compile(r"[A-Za-z/.-][\w/.=-]*")
+"""Words that YAML takes for text as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +203,20 @@ def _mapping(value: object, _detail: ErrorDetails, shape: Shape | None) -> Words
 def _list(value: object, _detail: ErrorDetails, shape: Shape | None) -> Words:
     example = "- {...}"
     if isinstance(shape, Items) and isinstance(shape.item, Leaf):
-        example = f"[{_shown(value) if isinstance(value, str) else 'cpu'}]"
+        example = f"[{_entries(value) if isinstance(value, str) else 'cpu'}]"
     what = "is empty" if value is None else f"{_shown(value)} is not a list"
     return what, f"write a list: {example}"
+
+
+def _entries(text: str) -> str:
+    """A single word, or a command line, as entries of a list in YAML."""
+    try:
+        words = shlex.split(text)
+    except ValueError:  # an open quotation mark
+        words = []
+    if len(words) < 2:
+        return _shown(text)
+    return ", ".join(w if _PLAIN.fullmatch(w) else json.dumps(w) for w in words)
 
 
 def _too_short(_value: object, _detail: ErrorDetails, _shape: Shape | None) -> Words:

@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import pytest
 from cache.errors import ConnectionClosedError, RemoteError
 from cache.rpc import Hello, RpcClient
 from cache.wire import FrameBuffer, encode_frame
+from engines.command.errors import ServerNotReadyError
+from engines.command.process import Address, ServerProcess
 from engines.command.processes import ServerTree
 from engines.contract import (
     CONTROL_PROTOCOL,
@@ -25,6 +29,7 @@ from engines.contract import (
     CanaryResult,
     CommandSpec,
     Drained,
+    End,
     EngineFrame,
     EngineStatus,
     Generate,
@@ -99,7 +104,12 @@ class Adapter:
     def order(self, word: str) -> None:
         (self.folder / "orders").write_text(f"{self.server_pid()} {word}\n")
 
-    async def ask(self, epoch: int, resume: Resume | None = None) -> list[EngineFrame]:
+    async def ask(
+        self,
+        epoch: int,
+        resume: Resume | None = None,
+        before_close: Callable[[], Awaitable[None]] | None = None,
+    ) -> list[EngineFrame]:
         reader, writer = await asyncio.open_unix_connection(self.folder / "a-12345678.gen")
         body = GenerateBody("completion", prompt="p", max_tokens=3)
         writer.write(encode_frame(Generate(1, "00", epoch, "gateway", body, 7, resume)))
@@ -108,6 +118,10 @@ class Adapter:
             buffer.feed(data)
             while (frame := buffer.next_body()) is not None:
                 frames.append(msgspec.json.decode(frame, type=EngineFrame))
+            if frames and isinstance(frames[-1], End | GenerateError):
+                break
+        if before_close is not None:
+            await before_close()
         writer.close()
         return frames
 
@@ -189,6 +203,39 @@ async def test_a_drain_that_nobody_repeats_is_over(folder: Path) -> None:
         await adapter.ended()
 
 
+async def test_a_drain_waits_until_the_last_frame_is_taken(folder: Path) -> None:
+    adapter = await started(folder).ready()
+
+    async def unfinished() -> int:
+        return msgspec.json.decode(await adapter.call("drain"), type=Drained).open
+
+    async def still_open() -> None:
+        await asyncio.sleep(0.2)
+        assert await unfinished() == 1, "the gateway may not have handed it on to a slow client"
+
+    try:
+        await adapter.call("assume", Assume("primary", 1))
+        frames = await adapter.ask(1, before_close=still_open)
+        assert isinstance(frames[-1], End)
+        deadline_s = time.monotonic() + DEADLINE_S
+        while await unfinished():
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.02)
+    finally:
+        adapter.process.terminate()
+        await adapter.ended()
+
+
+async def answered(adapter: Adapter) -> CanaryResult:
+    """The next answer: one that differs is asked for twice, and comes with a later question."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            return msgspec.json.decode(await adapter.call("canary"), type=CanaryResult)
+        except RemoteError:
+            assert time.monotonic() < deadline_s
+
+
 async def test_the_known_answer_is_the_text_of_a_greedy_completion(folder: Path) -> None:
     adapter = await started(folder).ready()
     try:
@@ -200,16 +247,22 @@ async def test_the_known_answer_is_the_text_of_a_greedy_completion(folder: Path)
         assert await refused(adapter, "canary") == "not_ready", "429 is no answer"
         adapter.order("wrong")
         await asyncio.sleep(0.1)
-        raw = await adapter.call("canary")
-        assert bytes(msgspec.json.decode(raw, type=CanaryResult).token_ids) == b"x0 x1 x2 x3"
+        assert bytes((await answered(adapter)).token_ids) == b"x0 x1 x2 x3"
         adapter.order("broken")
         await asyncio.sleep(0.1)
-        raw = await adapter.call("canary")
-        assert msgspec.json.decode(raw, type=CanaryResult).token_ids == [500]
+        assert (await answered(adapter)).token_ids == [500]
         adapter.order("stall")
         await asyncio.sleep(0.1)
         assert await refused(adapter, "canary") == "not_ready"
         assert (await adapter.status()).active == 1, "the open question is work"
+        assert adapter.client is not None
+        question = asyncio.ensure_future(adapter.client.call("canary", timeout_s=5.0))
+        await asyncio.sleep(0.01)
+        began_s = time.monotonic()
+        await adapter.call("assume", Assume("standby", 1))
+        assert time.monotonic() - began_s < 0.8, "an order does not wait for a slow answer"
+        with suppress(RemoteError):
+            await question
     finally:
         adapter.process.terminate()
         await adapter.ended()
@@ -223,6 +276,7 @@ async def test_it_ends_by_the_signal_that_ended_its_server(
     os.kill(adapter.server_pid(), sig)
     assert await adapter.ended() == -sig
     assert f"server_ended: the server was ended by {sig.name}" in adapter.log.read_text()
+    assert "Traceback" not in adapter.log.read_text()
 
 
 async def test_it_ends_with_the_status_of_its_server(folder: Path) -> None:
@@ -247,6 +301,41 @@ async def test_a_server_that_does_not_start_says_why(folder: Path) -> None:
     assert await adapter.ended() == 1
     last = adapter.log.read_text().splitlines()[-1]
     assert last.startswith("error: server_ended: the server left with status 1")
+
+
+async def test_a_server_that_goes_into_the_background_is_told_to_stay(folder: Path) -> None:
+    code = "import os, time\nif not os.fork(): os.setsid(); time.sleep(60)"
+    adapter = Adapter(folder, [sys.executable, "-c", code, "{port}"])
+    assert await adapter.ended() == 1
+    text = "the server left with status 0: it must stay in the foreground"
+    assert text in adapter.log.read_text()
+
+
+async def test_one_that_listens_elsewhere_is_told_where(folder: Path) -> None:
+    """As a command whose `{port}` is not what the server takes for its port."""
+    code = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); time.sleep(60)"
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engines.command.process._PATIENCE_S", 1.0)
+        process = ServerProcess(
+            [sys.executable, "-c", code, "{port}"], folder / "srv", python_path=None,
+            on_delay=said.append,
+        )  # fmt: skip
+        try:
+            with pytest.raises(ServerNotReadyError, match="does not listen on port"):
+                await process.start(deadline_s=time.monotonic() + 3.0)
+        finally:
+            os.kill(process._pid, signal.SIGKILL)  # it alone: other tests have children too
+            await asyncio.to_thread(os.waitpid, process._pid, 0)
+    (text,) = said
+    assert "does not listen on port" in text
+    assert ", but on " in text
+
+
+def test_placeholders_are_filled_where_check_sees_them() -> None:
+    address = Address(8001, Path("/s"), is_unix=False)
+    words = ["{port}", "{{port}}", '{"a":{port}}', "--url=http://h:{port}/", "{x}"]
+    assert address.fill(words) == ["8001", "{{port}}", '{"a":8001}', "--url=http://h:8001/", "{x}"]
 
 
 async def test_another_port_is_taken_when_a_stranger_takes_the_first(folder: Path) -> None:
@@ -344,3 +433,38 @@ def test_a_tree_that_waits_for_a_cpu_is_seen_to(tmp_path: Path) -> None:
     assert after.is_runnable
     assert not after.is_stopped
     assert after.run_delay_ns - before.run_delay_ns > 1.0e9
+
+
+def test_who_cannot_look_says_nothing_about_the_port() -> None:
+    """Without a descriptor left our own server must not be taken for a stranger."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port, tree = server.getsockname()[1], ServerTree(os.getppid())
+        assert tree.owns_listeners(port)
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                tree.owns_listeners(port)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_NOFILE)[1] <= 512, reason="there are not enough to raise"
+)
+async def test_it_uses_all_descriptors_and_the_server_has_its_own_limit(folder: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    try:
+        adapter = started(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    try:
+        await adapter.ready()
+        assert resource.prlimit(adapter.process.pid, resource.RLIMIT_NOFILE)[0] == before[1]
+        assert resource.prlimit(adapter.server_pid(), resource.RLIMIT_NOFILE)[0] == 512
+    finally:
+        adapter.process.terminate()
+        await adapter.ended()

@@ -36,7 +36,7 @@ class Watch:
         self.verdicts: list[Verdict] = []
         self._tree = ServerTree(os.getpid())
         self._judge = ProgressJudge(hang_after_s=HANG_AFTER_S, interval_s=INTERVAL_S)
-        self._progress = Progress()
+        self.progress = Progress()
 
     async def look_for(self, seconds: float) -> list[Verdict]:
         """Verdicts of so many seconds."""
@@ -47,8 +47,8 @@ class Watch:
         return self.verdicts
 
     async def look(self) -> None:
-        counters, page = await self.engine.counters(timeout_s=PAGE_S), self._progress.page
-        self._progress.look(counters, self._tree.look())
+        counters, page = await self.engine.counters(timeout_s=PAGE_S), self.progress.page
+        self.progress.look(counters, self._tree.look())
         sample = Sample(
             at_ns=time.monotonic_ns(),
             steps=page.get("steps"),
@@ -71,13 +71,14 @@ class Watch:
 
 
 @asynccontextmanager
-async def requests(process: HttpEngineProcess, count: int = 3) -> AsyncIterator[None]:
+async def requests(process: HttpEngineProcess, watch: Watch, count: int = 3) -> AsyncIterator[None]:
     """So many long requests are under way."""
 
     async def ask(session: aiohttp.ClientSession) -> None:
         body = {"model": "m", "prompt": "p", "max_tokens": 100_000}
-        async with session.post(f"{process.url}/v1/completions", json=body):
-            pass
+        with watch.progress.awaited():
+            async with session.post(f"{process.url}/v1/completions", json=body):
+                pass
 
     async with aiohttp.ClientSession() as session:
         tasks = [asyncio.create_task(ask(session)) for _ in range(count)]
@@ -94,7 +95,7 @@ async def test_one_that_works_is_busy_and_one_without_work_is_healthy(
 ) -> None:
     watch = Watch(process)
     assert set(await watch.look_for(1.0)) == {Verdict.HEALTHY}
-    async with requests(process):
+    async with requests(process, watch):
         await watch.until(Verdict.BUSY)
         assert Verdict.HUNG not in await watch.look_for(1.5)
 
@@ -103,7 +104,7 @@ async def test_one_that_answers_health_while_its_decode_stands_still_is_hung(
     process: HttpEngineProcess,
 ) -> None:
     watch = Watch(process)
-    async with requests(process):
+    async with requests(process, watch):
         await watch.until(Verdict.BUSY)
         process.be("stall")
         assert await watch.engine.is_healthy(timeout_s=1.0) is True
@@ -120,7 +121,7 @@ async def test_one_whose_http_hangs_with_it_is_hung_if_it_had_work(
     process.be("mute")
     assert Verdict.HUNG not in await watch.look_for(1.5), "it had no work: silence proves nothing"
     process.be("well")
-    async with requests(process):
+    async with requests(process, watch):
         await watch.until(Verdict.BUSY)
         process.be("mute")
         assert await watch.engine.is_healthy(timeout_s=0.2) is None

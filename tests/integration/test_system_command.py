@@ -13,7 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from chaos.client import wait_until
+from chaos.client import AdminRequestError, wait_until
 from chaos.system import ROOT, RunningSystem, free_ports
 from supervisor.process import ProcessId, read_stat
 from tests.harness.command_system import CommandOptions, CommandSystem
@@ -328,6 +328,49 @@ def test_a_server_that_dies_while_it_drains_is_replaced(
     assert stream.error is not None
     assert servers.wait_epoch(epoch).group.primary != name
     assert complete(client) == words(4)
+
+
+def test_a_server_that_hangs_while_it_drains_is_not_waited_for(
+    servers: CommandSystem, client: openai.OpenAI
+) -> None:
+    name, epoch = servers.primary(), servers.system.admin.status().group.epoch
+    stream = Stream(client, 4000)
+    assert stream.has_begun.wait(10.0)
+    admin, began_s = servers.system.admin, time.monotonic()
+    done = beside(lambda: admin.post("/v1/promote", timeout_s=60.0, group="chat").state)
+    time.sleep(0.3)
+    servers.order(name, "stall")
+    assert done.result(30.0) == "done"
+    assert time.monotonic() - began_s < 10.0, "not until the drain is over"
+    stream.end()
+    assert stream.error is not None
+    assert servers.wait_epoch(epoch).group.primary != name
+    assert complete(client) == words(4)
+
+
+def test_a_switchover_whose_standby_is_lost_while_the_primary_drains_is_given_up(
+    servers: CommandSystem, client: openai.OpenAI
+) -> None:
+    name, epoch = servers.primary(), servers.system.admin.status().group.epoch
+    (standby,) = {"chat-a", "chat-b"} - {name}
+    stream = Stream(client, 600)
+    assert stream.has_begun.wait(10.0)
+    admin = servers.system.admin
+
+    def promote() -> str:
+        try:
+            return str(admin.post("/v1/promote", timeout_s=60.0, group="chat").state)
+        except AdminRequestError as error:
+            return str(error)
+
+    done = beside(promote)
+    time.sleep(0.3)
+    servers.signal_server(standby, signal.SIGKILL)
+    assert f"{standby} was lost while {name} drained" in done.result(5.0)
+    assert complete(client) == words(4), "the primary takes requests again at once"
+    assert stream.end().text == words(600)
+    assert servers.primary() == name
+    assert admin.status().group.epoch == epoch
 
 
 def test_a_request_that_ends_every_server_is_poison(

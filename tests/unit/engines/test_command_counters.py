@@ -50,3 +50,20 @@ def test_each_dialect_is_understood(page: str, work: int, requests: int, waiting
 )
 def test_a_page_without_progress_says_nothing(page: str) -> None:
     assert read_counters(page) is None
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "requests"),
+    [("1e300", "0", 10**9), ("1e308", "1e308", 2 * 10**9), ("2", "-3", 2), ("-7", "-1", 0)],
+)
+def test_numbers_that_cannot_be_fit_the_page_all_the_same(
+    running: str, waiting: str, requests: int
+) -> None:
+    page = (
+        f"vllm:prompt_tokens_total 1\nvllm:num_requests_running {running}\n"
+        f'vllm:num_requests_running{{a="2"}} {running}\nvllm:num_requests_waiting {waiting}\n'
+    )
+    counters = read_counters(page.replace('{a="2"} 2', '{a="2"} 0'))
+    assert counters is not None
+    assert counters.requests == requests
+    assert 0 <= counters.waiting <= counters.requests

@@ -17,6 +17,7 @@ from engines.contract import (
     Generate,
     GenerateBody,
     GenerateError,
+    Usage,
 )
 
 DONE = b'data: {"choices":[{"text":"","finish_reason":"stop"}]}\n\n'
@@ -30,11 +31,14 @@ def said(text: str) -> bytes:
 
 
 @asynccontextmanager
-async def server(*pieces: bytes, status: int = 200, breaks: bool = False) -> AsyncIterator[Relay]:
+async def server(
+    *pieces: bytes, status: int = 200, breaks: bool = False, content_type: str = "text/event-stream"
+) -> AsyncIterator[Relay]:
     """A relay to a server that answers every request with these pieces."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(status=status, headers={"Retry-After": "3"})
+        response.content_type = content_type
         await response.prepare(request)
         for piece in pieces:
             await response.write(piece)
@@ -133,7 +137,15 @@ async def test_a_prompt_that_is_too_long_is_told_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    "last", [b"", b'data: {"error":{"message":"cuda"}}\n\n', b"data: {broken\n\n", b"data: 7\n\n"]
+    "last",
+    [
+        b"data: [DONE]\n\n",
+        b"data: {broken\n\n",
+        b"data: 7\n\n",
+        b"data: " + b"[" * 90_000 + b"\n\n",
+        b'data: {"choices":[{"text":"\xff\xfe"}]}\n\n',
+        b"data: " + b"x" * (2 << 20),
+    ],
 )
 async def test_an_answer_that_does_not_say_that_it_is_complete_is_none(last: bytes) -> None:
     async with server(said("a"), last) as relay:
@@ -147,3 +159,43 @@ async def test_a_connection_that_breaks_is_as_the_death_of_the_engine() -> None:
     async with server(said("a"), breaks=True) as relay:
         with pytest.raises(ServerLostError):
             await frames_of(relay)
+
+
+async def test_an_answer_that_just_ends_is_as_the_death_of_the_engine() -> None:
+    async with server(said("a")) as relay:
+        with pytest.raises(ServerLostError):
+            await frames_of(relay)
+
+
+@pytest.mark.parametrize(
+    ("event", "code", "status"),
+    [
+        (b'{"error":{"message":"bad","code":400}}', "invalid_request", 400),
+        (b'{"object":"error","message":"bad","code":422}', "invalid_request", 422),
+        (b'{"error":{"message":"bad","code":"queue","type":"x"}}', "server_error", 502),
+        (b'{"error":"bad"}', "server_error", 502),
+    ],
+)
+async def test_an_error_within_the_answer_is_told_and_not_asked_for_again(
+    event: bytes, code: str, status: int
+) -> None:
+    async with server(b"data: " + event + b"\n\n") as relay:
+        assert await frames_of(relay) == [GenerateError(code, "bad", status=status)]
+    async with server(event, content_type="application/json") as relay:
+        (error,) = await frames_of(relay)
+    assert isinstance(error, GenerateError)
+    assert (error.code, error.message, error.resumable) == (code, "bad", False)
+
+
+async def test_an_error_that_is_null_is_none() -> None:
+    async with server(b'data: {"error":null,"choices":[{"text":"a"}]}\n\n', DONE, USAGE) as relay:
+        assert await frames_of(relay) == [Delta(0, [], "a", 1), End("stop", Usage(4, 9))]
+
+
+async def test_a_server_that_does_not_stream_is_told_so() -> None:
+    answer = b'{"choices":[{"text":"a","finish_reason":"stop"}]}'
+    async with server(answer, content_type="application/json") as relay:
+        (error,) = await frames_of(relay)
+    assert isinstance(error, GenerateError)
+    assert (error.code, error.resumable) == ("server_error", False)
+    assert "stream" in error.message

@@ -9,6 +9,7 @@ import pytest
 
 from engines.contract import Accepted, Delta, End, Generate, GenerateError, Usage
 from supervisor.gateway.errors import ApiError
+from supervisor.gateway.limits import MAX_FRUITLESS_ATTEMPTS
 from supervisor.gateway.protocol import GatewayLimits
 from tests.unit.gateway.scripted import Line, Script, ScriptedEngine
 from tests.unit.gateway.test_stream import Stage
@@ -110,3 +111,19 @@ async def test_an_answer_that_breaks_off_is_never_taken_for_complete(stage: Stag
     with pytest.raises(ApiError) as caught:
         await stage.run()
     assert caught.value.api_code == "stream_lost"
+
+
+async def test_one_that_breaks_off_each_time_is_not_asked_for_ever(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("supervisor.gateway.stream.SAME_ROUTE_FIRST_S", 0.01)
+    monkeypatch.setattr("supervisor.gateway.stream.SAME_ROUTE_LONGEST_S", 0.01)
+    broken = GenerateError("engine_failed", "no idea what this is", resumable=True)
+    engine = await stage.engine("a", says(1, then=broken))
+    stage.client.keeps_to_the_end = True
+    stage.route(engine, 1)
+    with pytest.raises(ApiError, match="no idea what this is") as caught:
+        async with asyncio.timeout(10):
+            await stage.run()
+    assert (caught.value.status, caught.value.api_code) == (500, "stream_broken")
+    assert len(engine.requests) == MAX_FRUITLESS_ATTEMPTS

@@ -136,6 +136,43 @@ def test_a_placeholder_without_quotes_is_explained(servers: Servers) -> None:
     assert (finding.line, finding.instead) == (7, 'write it in quotes: "{port}"')
 
 
+def test_keys_of_native_groups_are_told_from_what_servers_need(servers: Servers) -> None:
+    more = (
+        "    devices: [cuda:0, cuda:1]\n    tensor_parallel: 2\n"
+        "    batch: {freeze_when: queue > 3}\n"
+    )
+    found = servers.check({"    engines:": more + "    engines:"})
+    assert [(finding.line, finding.path) for finding in found] == [
+        (6, "groups[0].devices"), (7, "groups[0].tensor_parallel"), (8, "groups[0].batch"),
+    ]  # fmt: skip
+    assert {finding.instead for finding in found} == {"leave it out"}
+
+
+def test_a_command_line_in_one_piece_is_taken_apart(servers: Servers) -> None:
+    given = f'[{sys.executable}, --port, "{{port}}"]'
+    (finding,) = servers.check({given: '"vllm serve m --port {port}"'})
+    assert finding.instead == 'write a list: [vllm, serve, m, --port, "{port}"]'
+    (finding,) = servers.check({given: '["vllm serve m --port {port}"]'})
+    assert finding.instead == "write program and arguments as entries of their own"
+
+
+def test_a_program_that_cannot_be_run_is_told_from_one_that_is_not_there(
+    servers: Servers, tmp_path: Path
+) -> None:
+    script = tmp_path / "serve.sh"
+    script.touch(0o600)
+    (finding,) = servers.check({f'[{sys.executable}, "--uds': f'[{script}, "--uds'})
+    assert finding.what == f"{script} is not executable"
+    assert finding.instead == f"run: chmod +x {script}"
+    (finding,) = servers.check({f'[{sys.executable}, "--uds': f'[{tmp_path}, "--uds'})
+    assert finding.what == f"{tmp_path} is a folder"
+
+
+def test_a_nul_is_found_before_the_start(servers: Servers) -> None:
+    (finding,) = servers.check({'"{port}"': '"{port}", "a\\0b"'})
+    assert (finding.line, finding.what) == (7, "a NUL cannot be handed to a program")
+
+
 def test_a_server_without_a_command(servers: Servers) -> None:
     (finding,) = servers.check({f', command: [{sys.executable}, --port, "{{port}}"]': ""})
     assert finding.what == "an engine of kind command needs its command"
@@ -143,7 +180,7 @@ def test_a_server_without_a_command(servers: Servers) -> None:
 
 
 def test_braces_of_json_and_templates_are_left_alone(servers: Servers) -> None:
-    more = """'{"temperature": 0}', '{{ messages }}', "{port}\""""
+    more = """'{"temperature": 0}', '{{ messages }}', '{{socket}}', '{"port":{port}}'"""
     assert servers.check({'"{port}"': more}) == []
 
 
