@@ -235,10 +235,13 @@ class EngineUnit(Unit):
 
         Raises:
             PreconditionError: we lack a descriptor ourselves; it says nothing about the engine.
-            UnderstudyError: it does not answer.
+            UnderstudyError: it does not answer, or died meanwhile.
         """
+        instance = self.instance
         deadline = self.services.patience.deadline(timeout_s)
         while not self.is_connected:
+            if self.instance != instance:  # another life, and another start that connects to it
+                raise ConnectionClosedError(f"{instance} died meanwhile")
             try:
                 await self.join(timeout_s=timeout_s)
             except (UnderstudyError, OSError) as error:

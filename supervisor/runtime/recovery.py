@@ -109,10 +109,9 @@ class Recovery:
     async def _promote(self, unit: "EngineUnit", epoch: int, operation: OpenOperation) -> None:
         group = self._group
         others = [e for e in group.engines if e is not unit and not e.is_batch]
+        _check_fit(unit)
         await self._reach(unit)
-        if unit.state not in (EngineState.STANDBY, EngineState.READY):
-            # It died while the old primary was fenced; whoever is fit then is chosen anew.
-            raise PreconditionError(f"{unit.name} is {unit.state} by now")
+        _check_fit(unit)
         unproven = (EngineState.FENCING, EngineState.UNKILLABLE)
         fenced = not any(e.state in SERVING or (e.state in unproven and e.may_act) for e in others)
         unit.apply(StateEvent.PROMOTION_ORDERED, Facts(predecessor_fenced=fenced))
@@ -139,12 +138,14 @@ class Recovery:
     async def _reach(unit: "EngineUnit") -> None:
         if unit.is_connected:
             return
+        instance = unit.instance
         try:
             await unit.reach(timeout_s=_ASSUME_S)
         except PreconditionError:
             raise  # our own lack: it stays what it is, and is tried again
         except UnderstudyError as error:
-            unit.judge(Verdict.DEAD, f"cannot be reached: {error}")
+            if unit.instance == instance:
+                unit.judge(Verdict.DEAD, f"cannot be reached: {error}")
             raise
 
     async def _publish(self, operation: OpenOperation) -> None:
@@ -274,3 +275,13 @@ class Recovery:
             metrics.failover(name, operation.cause, outcome, operation.phases_s())
         elif operation.kind == "switchover":
             metrics.switchover(name, outcome, operation.phases_s())
+
+
+def _check_fit(unit: "EngineUnit") -> None:
+    """It may have died while the old primary was fenced; whoever is fit then is chosen anew.
+
+    Raises:
+        PreconditionError: it is not there to be promoted any more.
+    """
+    if unit.state not in (EngineState.STANDBY, EngineState.READY):
+        raise PreconditionError(f"{unit.name} is {unit.state} by now")

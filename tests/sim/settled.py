@@ -52,6 +52,8 @@ def _states(group: GroupRuntime) -> Iterator[str]:
 def _ill(world: World, life: Life, group: GroupRuntime) -> Iterator[str]:
     """Nobody who hangs or answers wrongly is kept, unless BLOCKED or without a successor.
 
+    Nobody is a successor beside one that cannot be killed and might act as primary.
+
     Wrong is what differs from the group's answer. That comes from the journal as long as an engine
     of the time lives. Where the journal was lost, or everything was stopped (the next start may be
     one with other weights), the first answer counts, the primary's before others: nobody is left
@@ -59,7 +61,8 @@ def _ill(world: World, life: Life, group: GroupRuntime) -> Iterator[str]:
     """
     if group.former_golden not in (None, group.golden) and life.has_adopted_an_engine(group):
         yield "the group has forgotten the known answer"
-    has_choice = bool(group.standbys) and not group.is_blocked
+    may_act = any(e.state is _S.UNKILLABLE and e.may_act and not e.is_batch for e in group.engines)
+    has_choice = bool(group.standbys) and not group.is_blocked and not may_act
     for unit in group.engines:
         proc = world.find(unit.name)
         is_kept = unit.state is _S.FROZEN or (unit is group.primary and not has_choice)

@@ -178,6 +178,14 @@ SEEDS: Final[dict[str, Schedule]] = {
         960000514, Step(8.0069, "unkillable", "b", 3.0), Step(10.4395, "damage", verb="corrupt"),
         Step(11.2728, "sever", "a", 1.0), heals=True,
     ),
+    "a_standby_that_died_before_its_promotion_is_left_to_its_next_start": _schedule(
+        50018689, Step(2.5113, "kill", "primary", 0.3), Step(2.5122, "segv", "b", 1.0),
+        shape=Shape(has_batch=False, has_cache=True, has_load=True),
+    ),
+    "a_hung_standby_that_is_replaced_is_not_reached_for_in_its_next_life": _schedule(
+        50011450, Step(2.6115, "stop", "standby", 1.0), Step(2.994, "kill", "primary", 3.0),
+        shape=Shape(workers=2, has_batch=False, has_load=True, has_neighbour=True), heals=True,
+    ),
     "an_order_whose_answer_is_lost_with_the_connection_is_repeated": _schedule(
         40000102, Step(2.5119, "kill", "primary", 0.3), Step(2.5153, "sever", "b", 3.0),
         shape=Shape(workers=2, standbys=2, has_batch=False, has_cache=True),
