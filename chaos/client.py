@@ -88,6 +88,7 @@ class EngineView(msgspec.Struct, frozen=True):
     pid: int | None = None
     instance: str | None = None
     restarts: int = 0
+    uptime_s: float = 0.0
 
 
 class GroupView(msgspec.Struct, frozen=True):

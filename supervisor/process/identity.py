@@ -17,6 +17,7 @@ import functools
 import hashlib
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NewType
@@ -31,6 +32,7 @@ __all__ = [
     "BootId",
     "Marker",
     "ProcessId",
+    "age_s",
     "find_marked",
     "is_same",
     "open_pidfd",
@@ -110,6 +112,12 @@ def is_same(process: ProcessId) -> bool:
         return False
     stat = read_stat(process.pid)
     return stat is not None and stat.start_ticks == process.start_ticks
+
+
+def age_s(process: ProcessId) -> float:
+    """How long ago it was started, to a clock tick. Time that the machine slept counts."""
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - process.start_ticks / ticks_per_s
 
 
 def open_pidfd(process: ProcessId) -> int:

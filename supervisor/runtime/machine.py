@@ -32,6 +32,7 @@ from supervisor.process import (
     ProcessId,
     ProcessNotReadableError,
     ProcessTree,
+    age_s,
     fence,
     find_marked,
     read_sched,
@@ -162,6 +163,9 @@ class Machine(Protocol):
             ProcessGoneError: it is gone already.
         """
 
+    def age_s(self, process: ProcessId) -> float:
+        """How long ago it was started."""
+
     def watch(
         self,
         process: ProcessId,
@@ -236,6 +240,10 @@ class LocalMachine:
     def adopt(self, process: ProcessId, marker: Marker) -> Handle:
         """See `Machine`."""
         return ProcessHandle.adopt(process, marker)
+
+    def age_s(self, process: ProcessId) -> float:
+        """See `Machine`."""
+        return age_s(process)
 
     def watch(
         self,

@@ -180,6 +180,8 @@ class Unit:
             ProcessGoneError: it is gone already.
             ProcessNotReadableError: no descriptor is left.
         """
+        if self.instance != instance:  # not begun by us
+            self.started_s = self.services.clock.monotonic() - self.services.machine.age_s(process)
         self.instance = instance
         handle = self.handle
         if handle is None or handle.process != process:

@@ -224,6 +224,10 @@ def test_a_killed_supervisor_breaks_no_stream_and_the_next_one_adopts_every_proc
     assert {role: system.process(role) for role in roles} == everybody
     after = system.admin.status().group
     assert (after.epoch, after.primary) == (before.epoch, before.primary)
+    ages_s = {engine.name: engine.uptime_s for engine in before.engines}
+    assert all(
+        ages_s[engine.name] < engine.uptime_s < ages_s[engine.name] + 60 for engine in after.engines
+    ), "an adopted engine is as old as it is"
     assert max(one.gap_ms for one in felt) < 1500
 
 

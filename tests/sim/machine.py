@@ -108,6 +108,10 @@ class FakeMachine:
             raise ProcessNotReadableError(process.pid, OSError(24, "Too many open files"))
         return FakeHandle(self, process, marker)
 
+    def age_s(self, process: ProcessId) -> float:
+        """See the port."""
+        return self.world.clock.now_ns / 1e9 - process.start_ticks / 100
+
     def watch(
         self,
         process: ProcessId,
