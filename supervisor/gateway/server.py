@@ -28,7 +28,13 @@ from aiohttp.streams import StreamReader
 from supervisor.gateway.errors import ApiError
 from supervisor.gateway.limits import HEAD_TIMEOUT_S, KEEPALIVE_S, LINGER_S
 
-__all__ = ["SERVER_HEADER", "ClientConnection", "HttpServer", "raise_descriptor_limit"]
+__all__ = [
+    "SERVER_HEADER",
+    "ClientConnection",
+    "HttpServer",
+    "connections_within",
+    "raise_descriptor_limit",
+]
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +44,9 @@ SERVER_HEADER: Final = {"Server": "understudy"}
 _ACCEPTS_PER_WAKEUP: Final = 64
 _RETRY_ACCEPT_S: Final = 0.1
 _READ_BUFFER_BYTES: Final = 64 << 10
+_OWN_DESCRIPTORS: Final = 64
+_FOR_ENGINES: Final = 2048
+"""Descriptors kept for connections to engines; each request under way has one."""
 
 
 def raise_descriptor_limit() -> None:
@@ -45,6 +54,17 @@ def raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def connections_within(limit: int, wanted: int) -> int:
+    """How many clients to let in so that those who are in can be served.
+
+    Args:
+        limit: descriptors that this process may have.
+        wanted: clients that the topology allows.
+    """
+    for_engines = min(_FOR_ENGINES, limit // 2)
+    return max(1, min(wanted, limit - for_engines - _OWN_DESCRIPTORS))
 
 
 class ClientConnection(web.RequestHandler):
@@ -122,7 +142,11 @@ class HttpServer:
     ) -> None:
         self._sock = sock
         sock.setblocking(False)
-        self._max_connections = max_connections
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_connections = connections_within(soft, max_connections)
+        if self._max_connections < max_connections:
+            log.warning("%d descriptors allow %d client connections, not %d; more of them wait",
+                        soft, self._max_connections, max_connections)  # fmt: skip
         self._max_body_bytes = max_body_bytes
         self._loop = asyncio.get_running_loop()
         self._manager = web.Server(  # type: ignore[no-untyped-call, unused-ignore]

@@ -21,6 +21,7 @@ from supervisor.gateway.protocol import (
     Routes,
     RouteTarget,
 )
+from supervisor.gateway.server import connections_within
 from supervisor.gateway.upstream import EngineConnection
 
 _POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -123,6 +124,13 @@ async def test_connecting_to_an_engine_waits_while_its_backlog_is_full(tmp_path:
         with pytest.raises(EngineLostError):
             await first.next_frame()
         second.cut()
+
+
+def test_clients_leave_descriptors_for_engines() -> None:
+    assert connections_within(1 << 20, 10_000) == 10_000
+    assert connections_within(20_000, 10_000) == 10_000
+    assert connections_within(1024, 10_000) == 448
+    assert connections_within(16, 10_000) == 1
 
 
 def test_histograms_count_at_or_below_each_bound() -> None:
