@@ -23,7 +23,7 @@ from supervisor.core.decide import (
 )
 from supervisor.core.states import ALIVE, EngineState, Facts, StateEvent
 from supervisor.core.verdict import Verdict
-from supervisor.errors import RemoteError, UnderstudyError
+from supervisor.errors import ConnectionClosedError, RemoteError, UnderstudyError
 from supervisor.process import FenceNotProvenError
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class GroupChores:
 
     def __init__(self, group: "GroupRuntime") -> None:
         self._group = group
+        self._cut_cache = ""  # the instance whose connection broke while it was brought up
 
     def begin(self, chore: Chore) -> None:
         """Begin what was decided, beside everything else."""
@@ -96,6 +97,9 @@ class GroupChores:
             cache.emit("cache_failed", f"{cache.name}: {error}")
             if isinstance(error, RemoteError) or cache.starts.has_given_up:
                 self._group.fail_start(error)  # else it is a death or a silence: once more
+            if isinstance(error, ConnectionClosedError) and self._cut_cache != cache.instance:
+                self._cut_cache = cache.instance
+                return  # once that says nothing about the daemon: its pulse connects again
             if cache.is_alive and not self._is_paused():
                 await cache.end(timeout_s=FENCE_S)
             return

@@ -178,6 +178,11 @@ SEEDS: Final[dict[str, Schedule]] = {
         960000514, Step(8.0069, "unkillable", "b", 3.0), Step(10.4395, "damage", verb="corrupt"),
         Step(11.2728, "sever", "a", 1.0), heals=True,
     ),
+    "a_daemon_whose_connection_breaks_while_it_is_brought_up_is_gone_on_with": _schedule(
+        60007733, Step(2.6947, "crash"), Step(2.7083, "wrong", "standby", 2.0),
+        Step(6.5336, "segv", "cache-chat", 1.0), Step(6.9265, "sever", "cache-chat", 1.0),
+        shape=Shape(has_batch=False),
+    ),
     "a_standby_that_died_before_its_promotion_is_left_to_its_next_start": _schedule(
         50018689, Step(2.5113, "kill", "primary", 0.3), Step(2.5122, "segv", "b", 1.0),
         shape=Shape(has_batch=False, has_cache=True, has_load=True),
