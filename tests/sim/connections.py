@@ -115,7 +115,7 @@ class FakeClient:
         elif request.verb == "hello":
             reply(self.proc.hello())
         else:
-            self.proc.asked_by = self.machine
+            self.proc.asked_over = self
             self.proc.handle(request.verb, request.params, request.memories, reply)
 
     def _back(self, deliver: Callable[[], None]) -> None:

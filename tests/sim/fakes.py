@@ -32,7 +32,7 @@ from tests.sim.proc import Memory, Proc, ProcState, Reply
 from tests.sim.world import World
 
 if TYPE_CHECKING:
-    from tests.sim.machine import FakeMachine
+    from tests.sim.connections import FakeClient
 
 __all__ = ["GEOMETRY", "MANIFEST", "FakeCache", "FakeGateway", "FakeZygote"]
 
@@ -153,16 +153,16 @@ class FakeZygote(Proc):
         """See the protocol."""
         match verb:
             case "fork":
-                machine = self.asked_by
-                self.later(self.between(0.01, 0.05), lambda: self._fork(params, machine, reply))
+                client = self.asked_over
+                self.later(self.between(0.01, 0.05), lambda: self._fork(params, client, reply))
             case "children":
                 reply(Children(self._records[-100:]))
             case _:
                 super().handle(verb, params, memories, reply)
 
-    def _fork(self, fork: Fork, asked_by: "FakeMachine | None", reply: Reply) -> None:
-        """A fork whose supervisor has died meanwhile happens all the same: a stray."""
-        is_stray = asked_by is None or asked_by.is_gone
+    def _fork(self, fork: Fork, client: "FakeClient | None", reply: Reply) -> None:
+        """A fork of which nobody can be told any more happens all the same: a stray."""
+        is_stray = client is None or client.is_closed or client.machine.is_gone
         if self.world.failing_forks > 0:
             self.world.failing_forks -= 1
             reply(error=ErrorBody("fork_failed", "no memory for a process"))

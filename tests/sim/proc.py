@@ -18,7 +18,6 @@ from supervisor.runtime.machine import CpuLook
 
 if TYPE_CHECKING:
     from tests.sim.connections import FakeClient, FakeWatch
-    from tests.sim.machine import FakeMachine
     from tests.sim.world import World
 
 __all__ = ["Memory", "Proc", "ProcState", "Reply"]
@@ -70,7 +69,7 @@ class Proc:
         self.is_blemished = ""  # the fault that touched it: a supervisor may end it now
         self.evidence_delay_s: float | None = None  # unkillable for so long
         self.slow_s = 0.0
-        self.asked_by: FakeMachine | None = None  # whose supervisor its newest request came from
+        self.asked_over: FakeClient | None = None  # the connection of its newest request
         self.starved_since_ns: int | None = None  # waits for a CPU since then
         self.delay_ns = 0  # on run queues, before that
         self.lose_answers = 0  # so many requests are read and never answered
