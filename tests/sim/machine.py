@@ -187,7 +187,8 @@ class FakeMachine:
     def _blemish_unheard(self, stem: str) -> None:
         """A start of our own that nobody can hear of is a failed one; all else is to be kept."""
         for proc in self.world.living():
-            is_new = proc.child_of is self and not proc.was_connected
+            has_no_role = isinstance(proc, FakeEngine) and proc.role == "none"
+            is_new = proc.child_of is self and (not proc.was_connected or has_no_role)
             if stem in (proc.instance, proc.unit) and is_new:
                 proc.is_blemished = "nobody could connect to it"
 
