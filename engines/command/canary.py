@@ -13,9 +13,10 @@ import time
 from typing import Final
 
 from engines.command.api import HttpEngine
-from engines.command.errors import NotReadyError, ServerUnusableError
+from engines.command.errors import ServerUnusableError
 from engines.command.progress import Progress
 from engines.contract import CanaryResult
+from engines.errors import NotReadyError
 
 __all__ = ["PROMPT", "Canary"]
 

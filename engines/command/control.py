@@ -3,18 +3,13 @@
 Handlers of one connection run one after another, so none of them waits long for the server.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
-from cache.errors import ProtocolError
-from cache.rpc import Handler, RpcPeer, RpcServer
-from engines.command.errors import NotPossibleError
+from cache.rpc import Handler, RpcPeer
 from engines.contract import (
-    CONTROL_PROTOCOL,
-    CONTROL_VERSION,
     Assume,
     Assumed,
     CanaryResult,
@@ -22,11 +17,10 @@ from engines.contract import (
     EngineStatus,
     ReleaseGateway,
 )
+from engines.control import Answer, ControlSocket, decoded
+from engines.errors import RoleNotPossibleError
 
 __all__ = ["ControlServer", "EngineHost"]
-
-T = TypeVar("T")
-Answer = tuple[object, Sequence[int]]
 
 
 class EngineHost(Protocol):
@@ -43,7 +37,7 @@ class EngineHost(Protocol):
         """Take a role.
 
         Raises:
-            StaleOrderError, NotPossibleError, NotReadyError: it is not taken.
+            StaleEpochError, RoleNotPossibleError, NotReadyError: it is not taken.
         """
 
     async def canary(self) -> CanaryResult:
@@ -60,14 +54,12 @@ class EngineHost(Protocol):
         """Leave in order."""
 
 
-class ControlServer:
+class ControlServer(ControlSocket):
     """Verbs of `engines.contract`, one handler each."""
 
     def __init__(self, path: Path, host: EngineHost) -> None:
         self._host = host
         handlers: dict[str, Handler] = {
-            "hello": self._status,
-            "status": self._status,
             "assume": self._assume,
             "canary": self._canary,
             "progress.open": self._progress,
@@ -77,25 +69,10 @@ class ControlServer:
             "drain": self._drain,
             "shutdown": self._shutdown,
         }
-        self._server = RpcServer(path, CONTROL_PROTOCOL, CONTROL_VERSION, handlers)
-
-    async def start(self) -> None:
-        """Bind and serve."""
-        await self._server.start()
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.close()
-
-    def notify_state(self) -> None:
-        """Tell every supervisor that state, role or epoch changed."""
-        self._server.notify_all("state", self._host.status())
-
-    async def _status(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:
-        return self._host.status(), ()
+        super().__init__(path, host.status, handlers)
 
     async def _assume(self, _peer: RpcPeer, raw: msgspec.Raw, _fds: list[int]) -> Answer:
-        return self._host.assume(_decode(raw, Assume)), ()
+        return self._host.assume(decoded(raw, Assume)), ()
 
     async def _canary(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:
         return await self._host.canary(), ()
@@ -104,11 +81,11 @@ class ControlServer:
         return None, (self._host.progress_fd,)
 
     async def _release_gateway(self, _peer: RpcPeer, raw: msgspec.Raw, _fds: list[int]) -> Answer:
-        _decode(raw, ReleaseGateway)  # its requests ended with its connections
+        decoded(raw, ReleaseGateway)  # its requests ended with its connections
         return None, ()
 
     async def _descriptors(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:
-        raise NotPossibleError("a server keeps its own weights: there is nothing to donate")
+        raise RoleNotPossibleError("a server keeps its own weights: there is nothing to donate")
 
     async def _rejoin(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:
         return None, ()  # no cache holds anything of ours
@@ -119,10 +96,3 @@ class ControlServer:
     async def _shutdown(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:
         self._host.request_shutdown()
         return None, ()
-
-
-def _decode(raw: msgspec.Raw, wanted: type[T]) -> T:
-    try:
-        return msgspec.json.decode(raw, type=wanted)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"bad parameters: {error}") from error

@@ -6,12 +6,9 @@ from cache.errors import UnderstudyError
 
 __all__ = [
     "CommandEngineError",
-    "NotPossibleError",
-    "NotReadyError",
     "ServerEndedError",
     "ServerNotReadyError",
     "ServerUnusableError",
-    "StaleOrderError",
     "StrangerListensError",
 ]
 
@@ -20,32 +17,6 @@ class CommandEngineError(UnderstudyError):
     """Base of the command engine's own errors."""
 
     code: ClassVar[str] = "command_engine"
-
-
-class NotReadyError(CommandEngineError):
-    """The server is still starting, or has ended."""
-
-    code = "not_ready"
-
-
-class NotPossibleError(CommandEngineError):
-    """An order that only makes sense for an engine whose memory we share."""
-
-    code = "role_not_possible"
-    http_status = 412
-
-
-class StaleOrderError(CommandEngineError):
-    """Someone who does not know about a later promotion gives orders."""
-
-    code = "stale_epoch"
-    http_status = 409
-
-    def __init__(self, *, ours: int, theirs: int) -> None:
-        super().__init__(
-            f"epoch {theirs} is older than this engine's epoch {ours}",
-            hint="ask the supervisor who is primary",
-        )
 
 
 class ServerEndedError(CommandEngineError):

@@ -20,18 +20,15 @@ from cache.descriptors import reserve_descriptors
 from cache.errors import UnderstudyError
 from engines.command.api import HttpEngine
 from engines.command.canary import Canary
+from engines.command.collector import StatusCollector
 from engines.command.control import ControlServer
 from engines.command.errors import (
-    NotPossibleError,
-    NotReadyError,
     ServerEndedError,
     ServerNotReadyError,
     ServerUnusableError,
-    StaleOrderError,
     StrangerListensError,
 )
 from engines.command.generate import GenerateServer
-from engines.command.http import HttpServer
 from engines.command.process import (
     ServerProcess,
     become_subreaper,
@@ -53,6 +50,8 @@ from engines.contract import (
     GenerateError,
     Role,
 )
+from engines.errors import NotReadyError, RoleNotPossibleError, StaleEpochError
+from engines.http import HEALTHY, HttpServer
 
 __all__ = ["CommandEngine", "run"]
 
@@ -100,7 +99,9 @@ class CommandEngine:
         self._canary: Canary | None = None
         self._generate: GenerateServer | None = None
         self._control = ControlServer(self._path("sock"), self)
-        self._http = HttpServer(self._path("http"), spec.group, self.status, self._ask_health)
+        self._http = HttpServer(
+            self._path("http"), StatusCollector(spec.group, self.status), self._health
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     def _path(self, suffix: str) -> Path:
@@ -148,9 +149,9 @@ class CommandEngine:
         if self._generate is None or self._state in ("starting", "stopping", "failed"):
             raise NotReadyError(f"the engine is {self._state}")
         if order.epoch < self._epoch:
-            raise StaleOrderError(ours=self._epoch, theirs=order.epoch)
+            raise StaleEpochError(ours=self._epoch, theirs=order.epoch)
         if order.role == "batch":
-            raise NotPossibleError("a server cannot be the batch engine: it cannot be frozen")
+            raise RoleNotPossibleError("a server cannot be the batch engine: it cannot be frozen")
         if order.role != "primary":
             self._generate.cut_all()
         self._role, self._epoch, self._drains_until_s = order.role, order.epoch, 0.0
@@ -189,10 +190,17 @@ class CommandEngine:
             return GenerateError("stale_epoch", text, status=503, resumable=True)
         return None
 
-    async def _ask_health(self) -> bool | None:
-        if self._server is None:
-            return None
-        return await self._server.is_healthy(timeout_s=_HEALTH_S)
+    async def _health(self) -> tuple[bool, dict[str, object]]:
+        """What the server says of itself; no answer is no statement: it may be busy."""
+        status = self.status()
+        answer: bool | None = status.state in HEALTHY
+        if answer:
+            server = self._server
+            answer = await server.is_healthy(timeout_s=_HEALTH_S) if server is not None else None
+        body: dict[str, object] = {
+            "state": status.state, "role": status.role, "epoch": status.epoch, "server": answer,
+        }  # fmt: skip
+        return answer is not False, body
 
     # -------------------------------------------------------------------- life
 

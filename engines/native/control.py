@@ -5,18 +5,15 @@ answer waits for them. Everything else is read from words that other threads kee
 """
 
 import asyncio
-from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 import msgspec
 
-from cache.errors import DeadlineExceededError, ProtocolError
-from cache.rpc import Handler, RpcPeer, RpcServer
+from cache.errors import DeadlineExceededError
+from cache.rpc import Handler, RpcPeer
 from engines.contract import (
-    CONTROL_PROTOCOL,
-    CONTROL_VERSION,
     Assume,
     Assumed,
     CanaryResult,
@@ -24,9 +21,10 @@ from engines.contract import (
     EngineStatus,
     ReleaseGateway,
 )
+from engines.control import Answer, ControlSocket, decoded
+from engines.errors import NotReadyError
 from engines.native.commands import AssumeRole, BreakDevice, Pause, RunCanary
 from engines.native.commands import ReleaseGateway as ReleaseGatewayCommand
-from engines.native.errors import NotReadyError
 from engines.native.faults import Faults, InjectFault
 from engines.native.startup import StartedEngine
 
@@ -36,7 +34,6 @@ _ASSUME_TIMEOUT_S: Final = 30.0
 _CANARY_TIMEOUT_S: Final = 30.0
 
 T = TypeVar("T")
-Answer = tuple[object, Sequence[int]]
 
 
 class EngineHost(Protocol):
@@ -65,14 +62,12 @@ class EngineHost(Protocol):
         """Leave in order."""
 
 
-class ControlServer:
+class ControlServer(ControlSocket):
     """Verbs of `engines.contract`, one handler each."""
 
     def __init__(self, path: Path, host: EngineHost) -> None:
         self._host = host
         handlers: dict[str, Handler] = {
-            "hello": self._status,
-            "status": self._status,
             "assume": self._assume,
             "canary": self._canary,
             "progress.open": self._progress,
@@ -83,30 +78,15 @@ class ControlServer:
         }
         if host.faults.is_enabled:
             handlers["fault"] = self._fault
-        self._server = RpcServer(path, CONTROL_PROTOCOL, CONTROL_VERSION, handlers)
-
-    async def start(self) -> None:
-        """Bind and serve."""
-        await self._server.start()
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.close()
-
-    def notify_state(self) -> None:
-        """Tell every supervisor that state, role or epoch changed."""
-        self._server.notify_all("state", self._host.status())
+        super().__init__(path, host.status, handlers)
 
     def _started(self) -> StartedEngine:
         if self._host.started is None:
             raise NotReadyError("the engine is still starting")
         return self._host.started
 
-    async def _status(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:
-        return self._host.status(), ()
-
     async def _assume(self, _peer: RpcPeer, raw: msgspec.Raw, _fds: list[int]) -> Answer:
-        assume = _decode(raw, Assume)
+        assume = decoded(raw, Assume)
         future: Future[Assumed] = Future()
         self._started().scheduler.post(AssumeRole(assume, future))
         assumed = await _wait(future, what="the role change", timeout_s=_ASSUME_TIMEOUT_S)
@@ -123,7 +103,7 @@ class ControlServer:
         return None, (self._host.progress_fd,)
 
     async def _release_gateway(self, _peer: RpcPeer, raw: msgspec.Raw, _fds: list[int]) -> Answer:
-        gateway = _decode(raw, ReleaseGateway).gateway
+        gateway = decoded(raw, ReleaseGateway).gateway
         self._started().scheduler.post(ReleaseGatewayCommand(gateway))
         return None, ()
 
@@ -137,7 +117,7 @@ class ControlServer:
         return None, ()
 
     async def _fault(self, _peer: RpcPeer, raw: msgspec.Raw, _fds: list[int]) -> Answer:
-        order = _decode(raw, InjectFault)
+        order = decoded(raw, InjectFault)
         pause_s = self._host.faults.inject(order)
         if order.action == "device_error":
             self._started().scheduler.post(BreakDevice())
@@ -150,13 +130,6 @@ class ControlServer:
     async def _shutdown(self, _peer: RpcPeer, _raw: msgspec.Raw, _fds: list[int]) -> Answer:
         self._host.request_shutdown()
         return None, ()
-
-
-def _decode(raw: msgspec.Raw, wanted: type[T]) -> T:
-    try:
-        return msgspec.json.decode(raw, type=wanted)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"bad parameters: {error}") from error
 
 
 async def _wait(future: "Future[T]", *, what: str, timeout_s: float) -> T:

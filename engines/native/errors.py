@@ -14,11 +14,8 @@ __all__ = [
     "EngineError",
     "InvalidRequestError",
     "LeftOnMetaError",
-    "NotReadyError",
     "QueueFullError",
     "RequestRefusedError",
-    "RoleNotPossibleError",
-    "StaleEpochError",
     "TensorMismatchError",
     "ThreadsNotPinnedError",
 ]
@@ -65,32 +62,6 @@ class ThreadsNotPinnedError(EngineError):
             f"the environment does not set {', '.join(missing)}",
             hint="these must be set before the process starts: bits depend on one thread",
         )
-
-
-class NotReadyError(EngineError):
-    """The engine is still starting, or has failed."""
-
-    code = "not_ready"
-
-
-class StaleEpochError(EngineError):
-    """Someone who does not know about a later promotion gives orders."""
-
-    code = "stale_epoch"
-    http_status = 409
-
-    def __init__(self, *, ours: int, theirs: int) -> None:
-        super().__init__(
-            f"epoch {theirs} is older than this engine's epoch {ours}",
-            hint="ask the supervisor who is primary",
-        )
-
-
-class RoleNotPossibleError(EngineError):
-    """This engine cannot take that role from the one it has."""
-
-    code = "role_not_possible"
-    http_status = 412
 
 
 class RequestRefusedError(EngineError):

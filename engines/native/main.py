@@ -32,12 +32,13 @@ from engines.contract import (
     EngineStatus,
     ProgressPage,
 )
+from engines.errors import NotReadyError
+from engines.http import HEALTHY, HttpServer
+from engines.native.collector import MeterCollector
 from engines.native.commands import Stop
 from engines.native.control import ControlServer
-from engines.native.errors import NotReadyError
 from engines.native.faults import Faults
 from engines.native.generate import GenerateServer
-from engines.native.http import HttpServer
 from engines.native.link import CacheLink
 from engines.native.memory import progress_file
 from engines.native.meter import Meter
@@ -92,7 +93,9 @@ class EngineProcess:
         run_dir = Path(spec.run_dir)
         self._control = ControlServer(run_dir / f"{spec.instance}.sock", self)
         self._http = HttpServer(
-            run_dir / f"{spec.instance}.http", spec.group, self.status, self._meter, self.faults
+            run_dir / f"{spec.instance}.http",
+            MeterCollector(spec.group, self.status, self._meter),
+            self._health,
         )
 
     async def serve(self) -> int:
@@ -240,6 +243,18 @@ class EngineProcess:
     def _end(self, status: int) -> None:
         if not self._ended.done():
             self._ended.set_result(status)
+
+    async def _health(self) -> tuple[bool, dict[str, object]]:
+        """That the process lives and what it thinks of itself, from the event loop.
+
+        Whether the model still moves is the progress page's and the canary's business.
+        """
+        is_true = await self.faults.health()
+        status = self.status()
+        body: dict[str, object] = {
+            "state": status.state, "role": status.role, "epoch": status.epoch,
+        }  # fmt: skip
+        return is_true and status.state in HEALTHY, body
 
     def _meter(self) -> Meter:
         return self.started.meter if self.started else self._no_meter

@@ -10,7 +10,7 @@ from typing import Final
 
 from cache.errors import StaleEpochError
 from engines.contract import Role
-from engines.native.errors import RoleNotPossibleError
+from engines.errors import RoleNotPossibleError
 
 __all__ = ["TRANSITIONS", "RoleFacts", "check_assume"]
 

@@ -10,8 +10,8 @@ import pytest
 from cache.errors import StaleEpochError
 from cache.slots import SlotRecord, SlotState, SlotTable
 from engines.contract import ProgressPage, Role
+from engines.errors import RoleNotPossibleError
 from engines.native.commands import Submit
-from engines.native.errors import RoleNotPossibleError
 from engines.native.meter import STEP_BUCKETS_S, Meter
 from engines.native.request import RowParams
 from engines.native.roles import TRANSITIONS, RoleFacts, check_assume

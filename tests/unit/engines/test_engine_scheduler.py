@@ -11,6 +11,7 @@ import pytest
 from cache.errors import StaleEpochError
 from cache.slots import SlotState
 from engines.contract import Assume, Assumed, CanaryResult, End, GenerateError
+from engines.errors import RoleNotPossibleError
 from engines.native.commands import (
     AssumeRole,
     Detach,
@@ -19,7 +20,6 @@ from engines.native.commands import (
     RunCanary,
     Wake,
 )
-from engines.native.errors import RoleNotPossibleError
 from engines.native.memory import PrivateMemory
 from engines.native.streams import StreamPort
 from tests.unit.engines.fake_model import Bench, FakeModel, expected, request, running

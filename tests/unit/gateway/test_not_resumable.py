@@ -10,25 +10,16 @@ import pytest
 from engines.contract import Accepted, Delta, End, Generate, GenerateError, Usage
 from supervisor.gateway.errors import ApiError
 from supervisor.gateway.limits import MAX_FRUITLESS_ATTEMPTS
-from supervisor.gateway.protocol import GatewayLimits
 from tests.unit.gateway.scripted import Line, Script, ScriptedEngine
-from tests.unit.gateway.test_stream import Stage
+from tests.unit.gateway.test_stream import LIMITS, Stage
 
 WORDS = ("one ", "two ", "three")
 
 
 @pytest.fixture
 async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    limits = GatewayLimits(
-        max_body_bytes=1 << 20,
-        max_connections=100,
-        max_parked=4,
-        park_timeout_s=3.0,
-        resume_deadline_s=3.0,
-        client_timeout_s=5.0,
-    )
     async with AsyncExitStack() as stack:
-        yield Stage(tmp_path, stack, limits)
+        yield Stage(tmp_path, stack, LIMITS)
 
 
 def says(words: int, *, then: GenerateError | None = None, dies: bool = False) -> Script:

@@ -108,18 +108,20 @@ class Stage:
         assert self.client.whole == self.story.whole
 
 
+LIMITS = GatewayLimits(
+    max_body_bytes=1 << 20,
+    max_connections=100,
+    max_parked=4,
+    park_timeout_s=3.0,
+    resume_deadline_s=3.0,
+    client_timeout_s=5.0,
+)
+
+
 @pytest.fixture
 async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    limits = GatewayLimits(
-        max_body_bytes=1 << 20,
-        max_connections=100,
-        max_parked=4,
-        park_timeout_s=3.0,
-        resume_deadline_s=3.0,
-        client_timeout_s=5.0,
-    )
     async with AsyncExitStack() as stack:
-        yield Stage(tmp_path, stack, limits)
+        yield Stage(tmp_path, stack, LIMITS)
 
 
 async def test_a_stream_is_told_to_its_end(stage: Stage) -> None:

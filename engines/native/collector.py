@@ -1,15 +1,8 @@
-"""Health and metrics over HTTP, on a Unix socket: no port to steal, none to reach a fenced engine.
-
-`/health` answers from the event loop: it says that the process lives and what it thinks of
-itself. Whether the model still moves is the progress page's and the canary's business.
-"""
+"""The model thread's counters as Prometheus metrics, and how the engine is."""
 
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Final
 
-from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -18,15 +11,11 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from cache.wire import listen_unix
 from engines.contract import EngineStatus
-from engines.native.faults import Faults
 from engines.native.meter import STEP_BUCKETS_S, Meter
 
-__all__ = ["HttpServer", "MeterCollector"]
+__all__ = ["MeterCollector"]
 
-_HEALTHY: Final = frozenset({"ready", "standby", "serving"})
-_BACKLOG: Final = 8
 _PREFIX: Final = "understudy_native_"
 
 _COUNTERS: Final = {
@@ -110,48 +99,3 @@ def _steps(meter: Meter, labels: list[str], values: list[str]) -> HistogramMetri
         buckets.append((bound, float(cumulative)))
     family.add_metric(values, buckets, meter.counters.step_seconds)
     return family
-
-
-class HttpServer:
-    """Serves `/health` and `/metrics` at a Unix socket."""
-
-    def __init__(
-        self,
-        path: Path,
-        group: str,
-        status: Callable[[], EngineStatus],
-        meter: Callable[[], Meter],
-        faults: Faults,
-    ) -> None:
-        self._path = path
-        self._faults = faults
-        self._status = status
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(MeterCollector(group, status, meter))
-        application = web.Application()
-        application.router.add_get("/health", self._health)
-        application.router.add_get("/metrics", self._metrics)
-        self._runner = web.AppRunner(application, access_log=None, handle_signals=False)
-
-    async def start(self) -> None:
-        """Bind and serve."""
-        await self._runner.setup()
-        # asyncio accepts as often as `backlog` says, and logs a traceback for each that fails.
-        await web.SockSite(self._runner, listen_unix(self._path), backlog=_BACKLOG).start()
-
-    async def close(self) -> None:
-        """Stop serving."""
-        await self._runner.cleanup()
-        self._path.unlink(missing_ok=True)
-
-    async def _health(self, _request: web.Request) -> web.Response:
-        is_true = await self._faults.health()
-        status = self._status()
-        is_healthy = is_true and status.state in _HEALTHY
-        body = {"state": status.state, "role": status.role, "epoch": status.epoch}
-        return web.json_response(body, status=200 if is_healthy else 503)
-
-    async def _metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(
-            body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
-        )
