@@ -21,7 +21,7 @@ import aiohttp
 from cache.wire import unix_address
 from engines.command.counters import EngineCounters, read_counters
 
-__all__ = ["HttpEngine", "KnownAnswer"]
+__all__ = ["HttpEngine"]
 
 _OK: Final = 200
 _MAX_PAGE_BYTES: Final = 8 << 20
@@ -84,14 +84,13 @@ class HttpEngine:
         with unix_address(self.socket) as address:
             yield aiohttp.UnixConnector(path=address, force_close=True)
 
-    async def complete(self, model: str, prompt: str, *, timeout_s: float) -> str | None:
-        """The greedy answer to a prompt; None when there was none, for whatever reason."""
-        return (await self.ask(model, prompt, timeout_s=timeout_s))[1]
-
     async def ask(
         self, model: str, prompt: str, *, timeout_s: float
     ) -> tuple[int | None, str | None]:
-        """The same with the status of the answer; None when none came."""
+        """Status and text of the greedy answer to a prompt.
+
+        No status when no answer came, no text when it is none.
+        """
         body = {
             "model": model,
             "prompt": prompt,
@@ -143,21 +142,3 @@ def _text_of(data: bytes) -> str | None:
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
     return text if isinstance(text, str) else None
-
-
-class KnownAnswer:
-    """A prompt with a known answer: the first one, or the one that an earlier instance gave."""
-
-    def __init__(self, model: str, prompt: str, expected: str | None = None) -> None:
-        self._model = model
-        self._prompt = prompt
-        self.expected = expected
-
-    async def check(self, engine: HttpEngine, *, timeout_s: float) -> bool | None:
-        """Whether the engine answers as it must; None when it did not answer."""
-        text = await engine.complete(self._model, self._prompt, timeout_s=timeout_s)
-        if text is None:
-            return None
-        if self.expected is None:
-            self.expected = text
-        return text == self.expected

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
-from engines.command.api import HttpEngine, KnownAnswer
+from engines.command.api import HttpEngine
 from engines.command.processes import ServerTree
 from engines.command.progress import Progress
 from supervisor.core.verdict import ProgressJudge, Sample, Verdict
@@ -140,17 +140,20 @@ async def test_one_that_is_stopped_is_hung_also_without_work(process: HttpEngine
 async def test_a_wrong_answer_is_found_and_a_refusal_is_no_answer(
     process: HttpEngineProcess,
 ) -> None:
-    engine, known = HttpEngine(process.url), KnownAnswer("m", "the known prompt")
-    assert await known.check(engine, timeout_s=5.0) is True
-    assert known.expected == "w0 w1 w2 w3"
+    engine, prompt = HttpEngine(process.url), "the known prompt"
+    assert await engine.ask("m", prompt, timeout_s=5.0) == (200, "w0 w1 w2 w3")
     process.be("full")
-    assert await known.check(engine, timeout_s=5.0) is None, "429 is no statement"
+    status, text = await engine.ask("m", prompt, timeout_s=5.0)
+    assert (status, text) == (429, None), "429 is no statement"
     process.be("stall")
-    assert await known.check(engine, timeout_s=0.2) is None, "silence is judged by progress"
+    silence = await engine.ask("m", prompt, timeout_s=0.2)
+    assert silence == (None, None), "silence is judged by progress"
     process.be("wrong")
-    assert await known.check(engine, timeout_s=5.0) is False
+    status, text = await engine.ask("m", prompt, timeout_s=5.0)
+    assert status == 200
+    assert text not in (None, "w0 w1 w2 w3")
     process.be("well")
-    assert await KnownAnswer("m", "p", "w0 w1 w2 w3").check(engine, timeout_s=5.0) is True
+    assert await engine.ask("m", "p", timeout_s=5.0) == (200, "w0 w1 w2 w3")
 
 
 async def test_one_that_is_gone_answers_nothing(process: HttpEngineProcess) -> None:
@@ -159,4 +162,4 @@ async def test_one_that_is_gone_answers_nothing(process: HttpEngineProcess) -> N
     process.process.wait(10)
     assert await engine.counters(timeout_s=1.0) is None
     assert await engine.is_healthy(timeout_s=1.0) is None
-    assert await engine.complete("m", "p", timeout_s=1.0) is None
+    assert await engine.ask("m", "p", timeout_s=1.0) == (None, None)
