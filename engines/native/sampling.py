@@ -3,7 +3,7 @@
 Invariants
     1. No hidden state and no generator: token n of a stream draws the number `draw(seed, n)`,
        whichever engine computes it and whatever ran before. An exact resume rests on this.
-    2. The order of every sum is fixed: float64, by token id, or by falling weight (ties by token
+    2. The order of every sum is fixed: float64, by token id, or by falling logit (ties by token
        id) once top-k or top-p cut something off.
     3. Greedy takes the lowest token id on ties.
 """
@@ -44,7 +44,8 @@ def sample(
     scaled -= scaled.max()
     order: npt.NDArray[np.intp] | None = None
     if 0 < top_k < scaled.shape[0] or top_p < 1.0:
-        order = np.argsort(-scaled, kind="stable")
+        # By the logits themselves: scaled ones may be equal where these are not.
+        order = np.argsort(-logits, kind="stable")
         if top_k > 0:
             order = order[:top_k]
         scaled = scaled[order]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engines.native.sampling import draw, sample
@@ -82,6 +82,7 @@ def test_temperature_sharpens_and_flattens() -> None:
 
 @pytest.mark.parametrize("top_k", [0, 3, 5, 50])
 @settings(deadline=None)
+@example(logits=[1.0, -1.2e-27, 0.0, 0.0], top_p=1.0, temperature=1.0, count=0)
 @given(
     logits=st.lists(st.floats(-80, 80, width=32), min_size=1, max_size=40),
     top_p=st.floats(0.01, 1.0),
