@@ -26,7 +26,16 @@ from cache.errors import (
 )
 from cache.protocol import dtype_bytes
 
-__all__ = ["Checkpoint", "CheckpointFile", "TensorSource", "read_checkpoint", "read_config"]
+__all__ = [
+    "INDEX_NAME",
+    "Checkpoint",
+    "CheckpointFile",
+    "TensorSource",
+    "read_checkpoint",
+    "read_config",
+]
+
+INDEX_NAME: Final = "model.safetensors.index.json"
 
 _MAX_HEADER_BYTES: Final = 100 << 20  # the format's own bound
 _MAX_CONFIG_BYTES: Final = 4 << 20
@@ -135,7 +144,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor name to shard name; empty for a checkpoint in one file."""
-    file = path / "model.safetensors.index.json"
+    file = path / INDEX_NAME
     if not file.is_file():
         if not (path / "model.safetensors").is_file():
             raise CheckpointMissingError(

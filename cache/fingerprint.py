@@ -2,20 +2,24 @@
 
 Daemon, loader and each engine compute it on their own from the same files; only equal ones share
 memory. It reads headers, not weights: file sizes and mtimes stand for the content.
+
+A process remembers the headers it read last. A zygote's forks inherit them, so that an engine
+which starts again only looks whether the files are still the same ones.
 """
 
 import os
 import platform
+import time
 from functools import lru_cache
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from cache.blocks import FP8_BLOCK, is_block_fp8
-from cache.checkpoint import Checkpoint, read_checkpoint
+from cache.checkpoint import INDEX_NAME, Checkpoint, read_checkpoint
 from cache.errors import UnsupportedModelError, UnsupportedQuantizationError
 from cache.families import FAMILIES
 from cache.protocol import LAYOUT_VERSION, Fingerprint, LoadSpec
@@ -48,7 +52,7 @@ def fingerprint_of(spec: LoadSpec) -> Fingerprint:
         CheckpointMissingError, CheckpointCorruptError, MissingTensorError: the files are unusable.
         UnsupportedQuantizationError, UnsupportedModelError: this release cannot load them.
     """
-    return fingerprint_of_checkpoint(spec, read_checkpoint(Path(spec.model_path)))
+    return fingerprint_of_checkpoint(spec, _checkpoint_now(Path(spec.model_path)))
 
 
 def fingerprint_of_checkpoint(spec: LoadSpec, checkpoint: Checkpoint) -> Fingerprint:
@@ -75,6 +79,54 @@ def fingerprint_of_checkpoint(spec: LoadSpec, checkpoint: Checkpoint) -> Fingerp
         loader_version=LOADER_VERSION,
         layout_version=LAYOUT_VERSION,
     )
+
+
+class _FileState(NamedTuple):
+    """What tells a changed file from an unchanged one without reading it."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class _Remembered(NamedTuple):
+    """A checkpoint as it was read, and its files, of which none had changed lately."""
+
+    checkpoint: Checkpoint
+    files: dict[Path, _FileState | None]  # None: it was not there
+
+
+_SETTLED_NS: Final = 2_000_000_000
+"""A file that changed this shortly ago may change again and keep its times: their steps are 4 ms
+on most file systems, 2 s on the coarsest. It is read again each time."""
+
+_remembered: dict[Path, _Remembered] = {}  # one at most; replaced, never changed
+
+
+def _checkpoint_now(path: Path) -> Checkpoint:
+    """What `read_checkpoint` gives; headers are read only where a file has changed."""
+    global _remembered  # noqa: PLW0603 - a memory of this process, right in any of its threads
+    known = _remembered.get(path)
+    if known is not None and all(_state_of(file) == was for file, was in known.files.items()):
+        return known.checkpoint
+    before_ns = time.time_ns()
+    small = {file: _state_of(file) for file in (path / "config.json", path / INDEX_NAME)}
+    checkpoint = read_checkpoint(path)
+    files = small | {file.path: _state_of(file.path) for file in checkpoint.files}
+    newest_ns = max(max(s.mtime_ns, s.ctime_ns) for s in files.values() if s is not None)
+    if newest_ns < before_ns - _SETTLED_NS:
+        _remembered = {path: _Remembered(checkpoint, files)}
+    return checkpoint
+
+
+def _state_of(file: Path) -> _FileState | None:
+    try:
+        info = file.stat()
+    except OSError:  # whoever reads it next will say what is wrong
+        return None
+    return _FileState(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
 def check_quantization(spec: LoadSpec, config: dict[str, Any]) -> None:

@@ -1,12 +1,20 @@
 """The fingerprint and the allow-list."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from cache.errors import UnsupportedModelError, UnsupportedQuantizationError
+from cache import fingerprint
+from cache.checkpoint import Checkpoint, read_checkpoint
+from cache.errors import (
+    CheckpointMissingError,
+    MissingTensorError,
+    UnsupportedModelError,
+    UnsupportedQuantizationError,
+)
 from cache.fingerprint import check_quantization, fingerprint_of
 from cache.protocol import LoadSpec
 from tests.harness.checkpoints import make_checkpoint, spec_for
@@ -40,6 +48,70 @@ def test_every_field_counts(tmp_path: Path) -> None:
         value = getattr(base, field)
         changed = value + 1 if isinstance(value, int) else value + "x"
         assert base.differing(msgspec.structs.replace(base, **{field: changed})) == [field]
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders whose headers were read, once for each time."""
+    found: list[Path] = []
+    real = read_checkpoint
+
+    def counting(path: Path) -> Checkpoint:
+        found.append(path)
+        return real(path)
+
+    monkeypatch.setattr(fingerprint, "read_checkpoint", counting)
+    return found
+
+
+@pytest.fixture
+def all_files_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if: the time of a file's last change is the kernel's to set."""
+    monkeypatch.setattr(fingerprint, "_SETTLED_NS", -3_600_000_000_000)
+
+
+@pytest.mark.usefixtures("all_files_are_old")
+def test_headers_are_read_once_while_the_files_stay(tmp_path: Path, reads: list[Path]) -> None:
+    spec = spec_for(make_checkpoint(tmp_path / "m", shards=2))
+    first = fingerprint_of(spec)
+    assert fingerprint_of(spec) == first
+    assert len(reads) == 1
+
+
+def test_files_that_have_just_changed_are_read_again(tmp_path: Path, reads: list[Path]) -> None:
+    spec = spec_for(make_checkpoint(tmp_path / "m"))
+    assert fingerprint_of(spec) == fingerprint_of(spec)
+    assert len(reads) == 2
+
+
+def rewrite(path: Path, old: bytes, new: bytes) -> None:
+    """Other bytes; the same length, and the same time of modification."""
+    before, data = path.stat(), path.read_bytes()
+    assert old in data
+    assert len(old) == len(new)
+    path.write_bytes(data.replace(old, new, 1))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.usefixtures("all_files_are_old")
+def test_no_change_of_a_file_is_overlooked(tmp_path: Path, reads: list[Path]) -> None:
+    folder = make_checkpoint(tmp_path / "m", shards=2)
+    spec = spec_for(folder)
+    shard = folder / "model-00002-of-00002.safetensors"
+    seen = {fingerprint_of(spec).checkpoint_digest}
+    rewrite(folder / "config.json", b'"vocab_size": 40', b'"vocab_size": 41')
+    seen.add(fingerprint_of(spec).checkpoint_digest)
+    rewrite(shard, b'"format": "pt"', b'"format": "np"')
+    seen.add(fingerprint_of(spec).checkpoint_digest)
+    assert len(seen) == len(reads) == 3
+    rewrite(folder / "model.safetensors.index.json", b"model.norm.weight", b"model.norm.height")
+    with pytest.raises(MissingTensorError, match=r"model\.norm\.height"):
+        fingerprint_of(spec)
+    rewrite(folder / "model.safetensors.index.json", b"model.norm.height", b"model.norm.weight")
+    assert fingerprint_of(spec).checkpoint_digest in seen
+    shard.unlink()
+    with pytest.raises(CheckpointMissingError, match="00002-of-00002"):
+        fingerprint_of(spec)
 
 
 QUANTISED: list[dict[str, Any]] = [
