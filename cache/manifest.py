@@ -42,11 +42,19 @@ def check_manifest(manifest: Manifest) -> None:
     if manifest.checksum_algorithm not in CHECKSUM_ALGORITHMS:
         raise ManifestError(f"unknown checksum algorithm {manifest.checksum_algorithm!r}")
     by_name: dict[str, TensorEntry] = {}
+    layouts: set[object] = set()  # layers are alike: each layout is looked at once
     for entry in manifest.tensors:
         if entry.name in by_name:
             raise ManifestError(f"{entry.name} is listed twice")
         by_name[entry.name] = entry
-        _check_entry(entry, manifest.total_bytes)
+        layout = (entry.dtype, entry.size_bytes, (*entry.shape,), (*entry.stride,))
+        if layout not in layouts:
+            _check_layout(entry)
+            layouts.add(layout)
+        if entry.offset_bytes % TENSOR_ALIGNMENT_BYTES:
+            raise ManifestError(f"{entry.name} is not aligned: offset {entry.offset_bytes}")
+        if entry.offset_bytes < 0 or entry.offset_bytes + entry.size_bytes > manifest.total_bytes:
+            raise ManifestError(f"{entry.name} leaves the arena of {manifest.total_bytes} bytes")
     for entry in manifest.tensors:
         if entry.alias_of is not None:
             _check_alias(entry, by_name.get(entry.alias_of))
@@ -77,7 +85,7 @@ def completed(manifest: Manifest, checksums: dict[str, str], extent_bytes: list[
     return msgspec.structs.replace(manifest, extent_bytes=extent_bytes, tensors=tensors)
 
 
-def _check_entry(entry: TensorEntry, total_bytes: int) -> None:
+def _check_layout(entry: TensorEntry) -> None:
     try:
         element_bytes = dtype_bytes(entry.dtype)
     except KeyError:
@@ -88,10 +96,6 @@ def _check_entry(entry: TensorEntry, total_bytes: int) -> None:
         raise ManifestError(f"{entry.name} is not contiguous")
     if entry.size_bytes != math.prod(entry.shape) * element_bytes:
         raise ManifestError(f"{entry.name} has {entry.size_bytes} bytes for {entry.shape}")
-    if entry.offset_bytes % TENSOR_ALIGNMENT_BYTES:
-        raise ManifestError(f"{entry.name} is not aligned: offset {entry.offset_bytes}")
-    if entry.offset_bytes < 0 or entry.offset_bytes + entry.size_bytes > total_bytes:
-        raise ManifestError(f"{entry.name} leaves the arena of {total_bytes} bytes")
 
 
 def _check_alias(entry: TensorEntry, target: TensorEntry | None) -> None:
