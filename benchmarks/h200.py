@@ -19,6 +19,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +43,17 @@ from chaos.system import RunningSystem
 
 Ways = Sequence[tuple[str, Callable[[RunningSystem], int], int]]
 """Name, fault and rounds of each way to restart."""
+
+_RESTARTS: Final[Sequence[tuple[str, str, str, Ways]]] = (
+    ("restart", "llama-8b", "daemon",
+     (("zygote", kill_alone, 3), ("cold start", kill_with_zygote, 1))),
+    ("restart-plain", "llama-8b", "off",
+     (("zygote, no cache", kill_alone, 2), ("cold start, no cache", kill_with_zygote, 1))),
+    ("restart-70b", "llama-70b-fp8", "daemon", (("zygote", kill_alone, 2),)),
+    ("restart-70b-plain", "llama-70b-fp8", "off",
+     (("zygote, no cache", kill_alone, 1), ("cold start, no cache", kill_with_zygote, 1))),
+)  # fmt: skip
+"""Name of the experiment, model, mode of the cache, ways."""
 
 LONG_PROMPTS: Final = (8_000, 8_000, 8_000, 10_000, 12_000, 16_000, 20_000, 28_000)
 _TINY: Final = {
@@ -250,23 +263,19 @@ class Run:
 
     def _restarts(self) -> None:
         """What a standby, a zygote and a cache are good for: the same death without them."""
-        for name, cache_mode, ways in (
-            ("restart", "daemon", (("zygote", kill_alone, 3), ("cold start", kill_with_zygote, 1))),
-            ("restart-plain", "off", (("cold start, no cache", kill_with_zygote, 1),)),
-        ):
-            if not self.wants(name, needs_s=100):
-                continue
+        for name, model, mode, ways in _RESTARTS:
+            if self.wants(name, needs_s=100):
+                text = f"Without a standby: eight short streams, {model}, cache mode {mode}."
+                self.note(name, text, partial(self._restart, model, mode, ways))
 
-            def measure(mode: str = cache_mode, ways: Ways = ways) -> list[Figure]:
-                with self.system("llama-8b", standby=False, cache_mode=mode, max_length=2048,
-                                 max_tokens=600, prompts=[128] * 8) as at:  # fmt: skip
-                    return [
-                        figure
-                        for what, fault, rounds in ways
-                        for figure in restarts(at, what, fault, rounds=rounds)
-                    ]
-
-            self.note(name, "Without a standby: eight short streams, Llama-8B shape.", measure)
+    def _restart(self, model: str, mode: str, ways: Ways) -> list[Figure]:
+        shape = {
+            "quantization": "fp8_block" if "fp8" in model else "none",
+            "standby": False, "cache_mode": mode, "max_length": 2048,
+        }  # fmt: skip
+        with self.system(model, max_tokens=600, prompts=[128] * 8, **shape) as at:
+            found = [restarts(at, what, fault, rounds=rounds) for what, fault, rounds in ways]
+        return list(chain.from_iterable(found))
 
     def _other_model(self, model: str, quantization: str) -> None:
         if not self.wants(model, needs_s=90):
