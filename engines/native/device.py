@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from cache.cudadriver import use_context
 from engines.contract import DeviceMemory
 from engines.native.heap import keep_heap
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["HOST", "Device", "InputBuffer", "device_of"]
+__all__ = ["HOST", "Device", "InputBuffer", "device_of", "on_device"]
 
 _HOST_CHUNK_TOKENS: Final = 64
 _CUDA_CHUNK_TOKENS: Final = 256
@@ -71,12 +72,14 @@ class Device:
             dtype: of the model, as torch names it; decides which attention kernels may run.
 
         Raises:
-            RuntimeError: there is no such device.
+            CudaError: there is no such device, or no driver.
         """
         torch.set_num_threads(1)
         if self.is_cuda:
             os.environ.setdefault(*_ONE_CONNECTION)
             keep_heap()
+            # Torch would make the context too, but let no other thread run Python meanwhile.
+            use_context(self.index)
             torch.cuda.set_device(self.index)
             torch.cuda.init()
             torch.empty(1, device=self.torch_device)
@@ -135,6 +138,15 @@ HOST: Final = Device("cpu")
 def device_of(name: str) -> Device:
     """The device of a load spec."""
     return HOST if name == "cpu" else Device(name)
+
+
+def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Numbers that were made on the host, for work on `device`; without waiting for the copy.
+
+    Making them on a GPU would load kernels first. Waiting would be for a turn of the card, some
+    milliseconds each time beside an engine that decodes; work ordered later finds them there.
+    """
+    return values.to(device, non_blocking=True)
 
 
 def _use_one_attention(dtype: str) -> None:

@@ -69,6 +69,10 @@ class StepGraphs:
         self._graphs: dict[_Key, tuple[torch.cuda.CUDAGraph, KvMemoryView]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
+    def logits(self, kind: StepKind) -> torch.Tensor:
+        """Where all graphs of a kind put their logits: `[rows, vocabulary]`, zeros at first."""
+        return self._results[kind].logits
+
     def has(self, kind: StepKind, kv: KvMemoryView, attended_tokens: int) -> bool:
         """Whether this step is captured."""
         return _Key(kind, id(kv), attended_tokens) in self._graphs

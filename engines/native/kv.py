@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from cache.protocol import KvGeometry, dtype_bytes
-from engines.native.device import HOST, Device
+from engines.native.device import HOST, Device, on_device
 
 __all__ = ["KvMemoryView", "tail_bytes_for"]
 
@@ -67,19 +67,18 @@ class KvMemoryView:
             (*(rows * g.head_dim for rows in strides_rows), 1),
         )
         """`[layers, 2, slots, kv_heads, max_length, head_dim]`"""
-        # Numbers are made on the host and copied: making them on a GPU would load kernels first.
         layer = torch.arange(g.layers)[:, None, None, None] * layer_rows
         part = torch.arange(2)[None, :, None, None] * per_part
         slot = torch.arange(g.slots)[:, None]
         head = (slot * g.kv_heads + torch.arange(g.kv_heads)) * g.max_length
         first_row = layer + part + head  # of position 0: [layers, 2, slots, kv_heads]
-        self._first_row = first_row.to(device)
-        tail = (tail_row + torch.arange(_tail_rows(g, chunk_tokens))).to(device)
+        self._first_row = on_device(first_row, device)
+        tail = on_device(tail_row + torch.arange(_tail_rows(g, chunk_tokens)), device)
         self._decode_tail = tail[: 2 * g.slots * g.kv_heads].view(1, 2, g.slots, g.kv_heads)
         self._chunk_tail = tail[: 2 * chunk_tokens * g.kv_heads].view(
             1, 2, g.kv_heads, chunk_tokens
         )
-        self._chunk_offsets = torch.arange(chunk_tokens).to(device)
+        self._chunk_offsets = on_device(torch.arange(chunk_tokens), device)
 
     @classmethod
     def of_mapping(

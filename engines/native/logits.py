@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engines.native.device import on_device
 from engines.native.sampling import GREEDY_BELOW, draw, sample
 
 __all__ = ["Choice", "DeviceChooser", "DeviceLogits", "HostLogits", "Logits", "summarise"]
@@ -100,7 +101,7 @@ class DeviceChooser:
         blocks = -(-vocabulary // _BLOCK)
         self.device = device
         self._padding = blocks * _BLOCK - vocabulary
-        self._row_numbers = torch.arange(rows).to(device)
+        self._row_numbers = on_device(torch.arange(rows), device)
         self._summary = torch.zeros(2, rows, dtype=torch.int64, pin_memory=pin)
         self._temperatures = torch.ones(rows, 1, dtype=torch.float64, pin_memory=pin)
         self._sums = torch.zeros(rows, blocks, dtype=torch.float64, pin_memory=pin)

@@ -27,7 +27,7 @@ import torch
 from cache.protocol import KvGeometry
 from engines.native.attention import RowPasts, SlotWindow, StepInputs
 from engines.native.binding import bind
-from engines.native.device import HOST, Device, InputBuffer
+from engines.native.device import HOST, Device, InputBuffer, on_device
 from engines.native.experts import ExpertsMode, experts_mode
 from engines.native.graphs import StepAbandonedError, StepGraphs, StepKind
 from engines.native.kv import KvMemoryView
@@ -89,13 +89,12 @@ class SlotModel:
         where = device.torch_device
         self._inputs = InputBuffer(device, (_WORDS, slots))
         self._chunk = InputBuffer(device, (self.chunk_tokens + _WORDS,))
-        # Made on the host and copied: making them on a GPU would load kernels first.
-        self._all_positions = torch.arange(geometry.max_length).to(where)
-        self._chunk_offsets = torch.arange(self.chunk_tokens).to(where)
+        self._all_positions = on_device(torch.arange(geometry.max_length), where)
+        self._chunk_offsets = on_device(torch.arange(self.chunk_tokens), where)
         dtype = getattr(torch, geometry.dtype)
         hidden = _HIDDEN_FROM_CUDNN if device.is_cuda else float("-inf")
-        self._zero = torch.tensor(0.0, dtype=dtype).to(where)
-        self._hidden = torch.tensor(hidden, dtype=dtype).to(where)
+        self._zero = on_device(torch.tensor(0.0, dtype=dtype), where)
+        self._hidden = on_device(torch.tensor(hidden, dtype=dtype), where)
         self._graphs: StepGraphs | None = None
         self._before_layer: Callable[[], None] | None = None
         if device.is_cuda:
@@ -242,17 +241,17 @@ class SlotModel:
             self.decode(kv, [])
         self.device.synchronize()
 
-    def rehearse(self, kv: KvMemoryView) -> None:
-        """Decode once with no row active, and choose in every way that there is.
+    def try_choices(self) -> None:
+        """Choose in every way that there is, on a GPU, from logits of nothing.
 
         First uses load kernels, tens of milliseconds that no stream should wait for after a
-        promotion. Legal on memory that may only be read.
+        promotion. No step is computed for it: beside a busy engine one takes twice its time.
         """
         if self._graphs is None:
             return
-        logits = self.decode(kv, [])
-        for choice in _EVERY_CHOICE:
-            logits.choose((choice,))
+        logits = DeviceLogits(self._graphs.logits("decode"), self._choosers["decode"])
+        slots = self.geometry.slots
+        logits.choose([c._replace(row=i % slots) for i, c in enumerate(_EVERY_CHOICE)])
 
     # --------------------------------------------------------------- computing
 

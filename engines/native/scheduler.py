@@ -122,9 +122,9 @@ class Scheduler:
         self.epoch = 0
 
     def prepare(self) -> None:
-        """Capture and rehearse what a promotion needs; before `run`, once."""
+        """Capture and try what a promotion needs; before `run`, once."""
         self._model.capture_next(self._memory.kv)
-        self._model.rehearse(self._memory.kv)
+        self._model.try_choices()
 
     def post(self, command: Command) -> None:
         """Give the model thread something to do; from any thread, never blocks.

@@ -6,6 +6,7 @@ on the control socket. What fails is raised as a typed error and ends the proces
 
 import logging
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def start_engine(
         UnderstudyError: one of the typed errors of cache and engine; the process cannot serve.
     """
     phases = Phases()
+    asked = _ask(spec)  # the daemon answers while the driver makes a context
     device = device_of(spec.load.device)
     device.prepare(spec.load.dtype)
     phases.done("device")
@@ -81,7 +83,7 @@ def start_engine(
     geometry = skeleton.kv_geometry(slots=spec.slots, max_length=spec.max_length)
     ballast = Ballast(spec.ballast_bytes)
     phases.done("skeleton")
-    attached = _attach(spec, device)
+    attached = _attach(asked, spec, device)
     phases.done("weights")
     model = SlotModel(skeleton, attached.tensors, geometry, device)
     phases.done("model")
@@ -124,23 +126,64 @@ class _Attached:
     took_ms: float
 
 
-def _attach(spec: EngineSpec, device: Device) -> _Attached:
-    """Receive the weights, map them, and make tensors over the mapping."""
-    began_s = time.perf_counter()
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What came of asking for the weights."""
+
+    weights: AttachedWeights
+    took_ms: float
+
+
+def _ask(spec: EngineSpec) -> Future[_Answer] | None:
+    """Ask the daemon for the weights, in a thread; None without a daemon.
+
+    Given up only with the process: a wait in there ends at its own deadline.
+    """
     if spec.cache_socket is None:
-        weights = load_private(spec.load)
-    else:
+        return None
+    socket_path = Path(spec.cache_socket)
+
+    def ask() -> _Answer:
+        began_s = time.perf_counter()
         weights = attach(
-            Path(spec.cache_socket),
+            socket_path,
             spec.load,
             instance=spec.instance,
             timeout_s=spec.attach_timeout_s,
             on_mismatch=spec.on_mismatch,
         )
-    mapping = weights.map()
+        return _Answer(weights, (time.perf_counter() - began_s) * 1e3)
+
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ask-for-weights")
+    answer = pool.submit(ask)
+    pool.shutdown(wait=False)
+    return answer
+
+
+def _load_here(spec: EngineSpec) -> _Answer:
+    """Without a daemon: the loader's own code, on the device that is ready by now."""
+    began_s = time.perf_counter()
+    return _Answer(load_private(spec.load), (time.perf_counter() - began_s) * 1e3)
+
+
+def _attach(asked: Future[_Answer] | None, spec: EngineSpec, device: Device) -> _Attached:
+    """Receive the weights, map them, and make tensors over the mapping."""
+    answer = asked.result() if asked is not None else _load_here(spec)
+    began_s = time.perf_counter()
+    mapping = answer.weights.map()
+    mapped_s = time.perf_counter()
     arena = device.tensor_at(mapping.address, mapping.size_bytes, torch.uint8)
-    tensors = tensors_of(weights.manifest, arena)
-    return _Attached(weights, mapping, tensors, (time.perf_counter() - began_s) * 1e3)
+    tensors = tensors_of(answer.weights.manifest, arena)
+    ended_s = time.perf_counter()
+    log.info(
+        "weights: received in %.1f ms, mapped in %.1f ms, %d tensors in %.1f ms",
+        answer.took_ms,
+        (mapped_s - began_s) * 1e3,
+        len(tensors),
+        (ended_s - mapped_s) * 1e3,
+    )
+    took_ms = answer.took_ms + (ended_s - began_s) * 1e3
+    return _Attached(answer.weights, mapping, tensors, took_ms)
 
 
 def _open_memory(

@@ -13,7 +13,7 @@ from torch import nn
 
 from cache.protocol import LoadSpec, Manifest, TensorEntry
 from engines.native.binding import bind, tensors_of
-from engines.native.errors import TensorMismatchError
+from engines.native.errors import LeftOnMetaError, TensorMismatchError
 from engines.native.experts import experts_mode, routed_experts
 from engines.native.fp8 import Fp8Linear, dequantise, quantise_rows
 from engines.native.memory import PrivateMemory
@@ -150,6 +150,24 @@ def test_binding_puts_a_quantised_layer_where_the_arena_has_scales() -> None:
     assert made.model.proj.weight.data_ptr() == narrow.data_ptr()
     with pytest.raises(TensorMismatchError, match=r"model\.proj\.weight_scale_inv"):
         bind(Tiny(), {**tensors, "model.proj.weight_scale_inv": scale[:, :1]}, torch.device("cpu"))
+
+
+def test_a_model_can_be_bound_again_and_what_is_absent_is_named() -> None:
+    first, second = (
+        {"model.proj.weight": torch.full((128, 256), value), "model.proj.bias": torch.zeros(128)}
+        for value in (1.0, 2.0)
+    )
+    made = Tiny()
+    made.model.proj = nn.Linear(256, 128, device="meta")
+    for tensors in (first, second):
+        bind(made, tensors, torch.device("cpu"))
+        assert made.model.proj.weight.data_ptr() == tensors["model.proj.weight"].data_ptr()
+        rows = torch.ones(1, 256)
+        assert torch.equal(made.model.proj(rows), nn.functional.linear(rows, *tensors.values()))
+    made = Tiny()
+    made.model.proj = nn.Linear(256, 128, device="meta")
+    with pytest.raises(LeftOnMetaError, match=r"model\.proj\.bias"):
+        bind(made, {"model.proj.weight": first["model.proj.weight"]}, torch.device("cpu"))
 
 
 def test_a_model_with_experts_computes_what_the_library_computes(tmp_path: Path) -> None:
