@@ -115,8 +115,14 @@ def _checkpoint_now(path: Path) -> Checkpoint:
     small = {file: _state_of(file) for file in (path / "config.json", path / INDEX_NAME)}
     checkpoint = read_checkpoint(path)
     files = small | {file.path: _state_of(file.path) for file in checkpoint.files}
-    newest_ns = max(max(s.mtime_ns, s.ctime_ns) for s in files.values() if s is not None)
-    if newest_ns < before_ns - _SETTLED_NS:
+    states = [state for state in files.values() if state is not None]
+    newest_ns = max(max(state.mtime_ns, state.ctime_ns) for state in states)
+    are_those_read = all(
+        (file.size_bytes, file.mtime_ns) == (state.size_bytes, state.mtime_ns)
+        for file in checkpoint.files
+        if (state := files[file.path]) is not None
+    )
+    if are_those_read and newest_ns < before_ns - _SETTLED_NS:
         _remembered = {path: _Remembered(checkpoint, files)}
     return checkpoint
 

@@ -45,11 +45,15 @@ _RECORD_BYTES: Final = 64  # eight words before parameters and ids
 _MAX_SLOTS: Final = 65_536
 _MAX_LENGTH: Final = 1 << 24  # tokens
 
-# Words of the header.
-_H_MAGIC, _H_VERSION, _H_SLOTS, _H_LENGTH, _H_EPOCH, _H_PID, _H_TICKS = range(7)
+# Words of the header. Behind `_H_EARLIER` lie pid and start time of earlier writers.
+_H_MAGIC, _H_VERSION, _H_SLOTS, _H_LENGTH, _H_EPOCH, _H_PID, _H_TICKS, _H_EARLIER = range(8)
+_EARLIER: Final = 16
+"""Writers that died within the second or so that a driver needs to take a context down."""
 # Words of a record.
 _STATE, _COMMIT, _PROMPT, _PARAMS, _CHUNK, _ID = range(6)
 _ID_BYTE: Final = _ID * 8
+
+_WRITER_WORDS: Final = (_H_PID, *range(_H_EARLIER, _H_EARLIER + 2 * _EARLIER, 2))
 
 _TOKENS_MASK: Final = 0xFFFF_FFFF
 
@@ -140,21 +144,35 @@ class SlotTable:
         return self._words[_H_EPOCH]
 
     @property
-    def writer(self) -> tuple[int, int] | None:
-        """Pid and start time (ticks since boot) of the last writer; None once it has resigned."""
-        pid = self._words[_H_PID]
-        return (pid, self._words[_H_TICKS]) if pid else None
+    def writers(self) -> list[tuple[int, int]]:
+        """Pid and start time (ticks since boot) of all whose work may still be under way.
+
+        The last writer first, unless it has resigned; then earlier ones that nobody has struck
+        out.
+        """
+        words = self._words
+        return [(words[at], words[at + 1]) for at in _WRITER_WORDS if words[at]]
 
     def resign(self) -> None:
-        """Say that this writer has nothing under way any more: its successor need not wait."""
+        """Say that this writer has nothing under way any more: its successor need not wait.
+
+        What earlier writers have under way is as it was.
+        """
         self._words[_H_PID] = 0
+
+    def strike(self, writer: tuple[int, int]) -> None:
+        """Strike out an earlier writer that is gone."""
+        for at in _WRITER_WORDS[1:]:
+            if (self._words[at], self._words[at + 1]) == writer:
+                self._words[at] = 0
 
     def claim(self, epoch: int, writer: tuple[int, int] | None = None) -> None:
         """Become the writer. Wipes what a killed predecessor left in free slots.
 
         Call it after the fence and before anything else; `active` is untouched by it. `writer`
-        is who claims: a successor whose device works in the background looks whether that
-        process is gone before it uses slots anew.
+        is who claims, None for the same as before: a successor whose device works in the
+        background looks whether that process is gone before it uses slots anew. The last writer
+        becomes an earlier one.
 
         Raises:
             StaleEpochError: a writer with a higher epoch was here.
@@ -163,13 +181,26 @@ class SlotTable:
         if epoch < seen:
             raise StaleEpochError(ours=epoch, seen=seen)
         self._words[_H_EPOCH] = epoch
-        pid, ticks = writer or (0, 0)
-        self._words[_H_PID] = 0  # never one's pid with another's start time
-        self._words[_H_TICKS] = ticks
-        self._words[_H_PID] = pid
+        last = (self._words[_H_PID], self._words[_H_TICKS])
+        if writer is not None and writer != last:
+            if last[0]:
+                self._remember(last)
+            self._put_writer(_H_PID, writer)
         for slot in range(self.slots):
             if self.state(slot) is SlotState.FREE and self._is_dirty(slot):
                 self.free(slot)
+
+    def _remember(self, writer: tuple[int, int]) -> None:
+        """Keep an earlier writer; where there is no room left, in the place of the first."""
+        if writer in self.writers[1:]:
+            return
+        free = [at for at in _WRITER_WORDS[1:] if not self._words[at]]
+        self._put_writer(free[0] if free else _WRITER_WORDS[1], writer)
+
+    def _put_writer(self, at: int, writer: tuple[int, int]) -> None:
+        self._words[at] = 0  # never one's pid with another's start time
+        self._words[at + 1] = writer[1]
+        self._words[at] = writer[0]
 
     def begin(
         self,

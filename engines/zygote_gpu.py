@@ -76,7 +76,8 @@ def _work_out_once(load: LoadSpec) -> None:
     """Fill what libraries keep for the life of a process; a release that has it not does without.
 
     Of Triton: the hash of itself, the sources of our kernels, its assembler's version, and where
-    the driver's library lies. Of ours: what a fingerprint says of this machine.
+    the driver's library lies. Of ours: what a fingerprint says of this machine and of the
+    checkpoint, and the digest of the code that a proof is kept with.
     """
     try:
         for module in _SLOW_IMPORTS:
@@ -87,6 +88,9 @@ def _work_out_once(load: LoadSpec) -> None:
         from triton.runtime import cache
 
         from engines.native import decode_attention, fp8_kernels
+        from engines.native.proofs import code_digest
+
+        code_digest()
 
         for kernel in (*decode_attention.KERNELS, *fp8_kernels.KERNELS):
             _ = kernel.cache_key

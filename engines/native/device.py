@@ -22,6 +22,7 @@ import torch
 
 from cache.cudadriver import use_context
 from engines.contract import DeviceMemory
+from engines.native.errors import TorchWithoutCudaError
 from engines.native.heap import keep_heap
 
 if TYPE_CHECKING:
@@ -65,6 +66,12 @@ class Device:
         """Tokens of one prefill chunk. Part of what makes a stream's bits: never per request."""
         return _CUDA_CHUNK_TOKENS if self.is_cuda else _HOST_CHUNK_TOKENS
 
+    def set_up_process(self) -> None:
+        """What the driver and the C library read once: before threads of ours allocate memory."""
+        if self.is_cuda:
+            os.environ.setdefault(*_ONE_CONNECTION)
+            keep_heap()
+
     def prepare(self, dtype: str) -> None:
         """Make the device ready in this process; on CUDA this creates the context.
 
@@ -73,11 +80,13 @@ class Device:
 
         Raises:
             CudaError: there is no such device, or no driver.
+            TorchWithoutCudaError: torch was built for machines without a GPU.
         """
         torch.set_num_threads(1)
         if self.is_cuda:
-            os.environ.setdefault(*_ONE_CONNECTION)
-            keep_heap()
+            self.set_up_process()
+            if torch.version.cuda is None:
+                raise TorchWithoutCudaError(torch.__version__, self.name)
             # Torch would make the context too, but let no other thread run Python meanwhile.
             use_context(self.index)
             torch.cuda.set_device(self.index)

@@ -11,6 +11,8 @@ from cache.errors import UnderstudyError
 
 __all__ = [
     "ContextLengthExceededError",
+    "DeviceFailedError",
+    "DeviceMemoryError",
     "EngineError",
     "InvalidRequestError",
     "LeftOnMetaError",
@@ -18,6 +20,7 @@ __all__ = [
     "RequestRefusedError",
     "TensorMismatchError",
     "ThreadsNotPinnedError",
+    "TorchWithoutCudaError",
 ]
 
 
@@ -52,6 +55,34 @@ class LeftOnMetaError(EngineError):
         )
 
 
+class DeviceFailedError(EngineError):
+    """The GPU, or a library on it, reported an error; the context of the process may be lost."""
+
+    code = "device_failed"
+
+    def __init__(self, device: str, problem: str) -> None:
+        super().__init__(
+            f"{device} failed: {problem}",
+            hint="the engine is replaced; if it happens again look at the kernel's log for Xid "
+            "(dmesg) and at nvidia-smi -q",
+            details={"device": device},
+        )
+
+
+class DeviceMemoryError(EngineError):
+    """The GPU has not enough memory for what this engine needs beside the shared arenas."""
+
+    code = "device_out_of_memory"
+
+    def __init__(self, device: str, problem: str) -> None:
+        super().__init__(
+            f"{device} has not enough memory left: {problem}",
+            hint="stop what else holds the card, or use fewer KV slots, a shorter max_length or "
+            "a smaller batch engine",
+            details={"device": device},
+        )
+
+
 class ThreadsNotPinnedError(EngineError):
     """The environment would start more than one compute thread."""
 
@@ -61,6 +92,18 @@ class ThreadsNotPinnedError(EngineError):
         super().__init__(
             f"the environment does not set {', '.join(missing)}",
             hint="these must be set before the process starts: bits depend on one thread",
+        )
+
+
+class TorchWithoutCudaError(EngineError):
+    """The topology names a GPU, and the torch that is installed knows none."""
+
+    code = "torch_without_cuda"
+
+    def __init__(self, version: str, device: str) -> None:
+        super().__init__(
+            f"torch {version} was built without CUDA, the topology names {device}",
+            hint="install torch for CUDA, or write device: cpu",
         )
 
 

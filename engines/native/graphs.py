@@ -67,6 +67,7 @@ class StepGraphs:
         self._results = {"decode": results(slots), "prefill": results(1)}
         # The memory is kept beside each graph: a graph holds addresses, and its key an identity.
         self._graphs: dict[_Key, tuple[torch.cuda.CUDAGraph, KvMemoryView]] = {}
+        self._launched: set[_Key] = set()
         self._pool = torch.cuda.graph_pool_handle()
 
     def logits(self, kind: StepKind) -> torch.Tensor:
@@ -76,6 +77,11 @@ class StepGraphs:
     def has(self, kind: StepKind, kv: KvMemoryView, attended_tokens: int) -> bool:
         """Whether this step is captured."""
         return _Key(kind, id(kv), attended_tokens) in self._graphs
+
+    def waits_for_launch(self, kind: StepKind, kv: KvMemoryView, attended_tokens: int) -> bool:
+        """Whether this step is captured and has never run."""
+        key = _Key(kind, id(kv), attended_tokens)
+        return key in self._graphs and key not in self._launched
 
     def capture(
         self,
@@ -112,8 +118,10 @@ class StepGraphs:
         self, kind: StepKind, kv: KvMemoryView, attended_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Order one step; its logits and their summary, in buffers that the next one reuses."""
-        graph, _ = self._graphs[_Key(kind, id(kv), attended_tokens)]
+        key = _Key(kind, id(kv), attended_tokens)
+        graph, _ = self._graphs[key]
         graph.replay()
+        self._launched.add(key)
         results = self._results[kind]
         return results.logits, results.summary
 

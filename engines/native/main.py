@@ -20,8 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn, TypeVarTuple
 
-import torch
-
 from cache.descriptors import reserve_descriptors
 from cache.errors import UnderstudyError
 from engines.contract import (
@@ -37,6 +35,8 @@ from engines.http import HEALTHY, HttpServer
 from engines.native.collector import MeterCollector
 from engines.native.commands import Stop
 from engines.native.control import ControlServer
+from engines.native.device import device_of
+from engines.native.devicefaults import explained
 from engines.native.faults import Faults
 from engines.native.generate import GenerateServer
 from engines.native.link import CacheLink
@@ -171,17 +171,20 @@ class EngineProcess:
 
     def _model_thread(self) -> None:
         outbox = Outbox(self._hand_over)
+        device = device_of(self._spec.load.device)
         try:
             started = start_engine(self._spec, self._skeleton, self._page, outbox)
-        except (UnderstudyError, OSError, ValueError, RuntimeError) as error:
-            self._tell(self._start_failed, error)
+        except BaseException as error:
+            if not isinstance(error, UnderstudyError):
+                log.exception("the engine could not start")
+            self._tell(self._start_failed, explained(error, device, may_ask=True))
             return
         self._tell(self._is_ready, started)
         try:
             started.scheduler.run()
         except BaseException as error:
             log.critical("the model thread died", exc_info=True)
-            self._tell(self._model_died, error)
+            self._tell(self._model_died, explained(error, device, may_ask=False))
             return
         self._tell(self._model_stopped)
 
@@ -222,13 +225,14 @@ class EngineProcess:
         self._control.notify_state()
 
     def _start_failed(self, error: BaseException) -> None:
-        code = error.stable_code if isinstance(error, UnderstudyError) else _code_of(error)
-        if code == "engine_failed":
-            code = type(error).__name__
+        code = error.stable_code if isinstance(error, UnderstudyError) else type(error).__name__
         self._fail(f"error: {code}: {error}")
 
     def _model_died(self, error: BaseException) -> None:
-        self._fail(f"error: {_code_of(error)}: the model thread died: {error!r}")
+        if isinstance(error, UnderstudyError):
+            self._fail(f"error: {error.stable_code}: the model thread died: {error}")
+        else:
+            self._fail(f"error: engine_failed: the model thread died: {error!r}")
 
     def _fail(self, line: str) -> None:
         os.write(2, (" ".join(line.split()) + "\n").encode())
@@ -279,14 +283,6 @@ class EngineProcess:
             self._link.close()
         await self._http.close()
         self._control.close()
-
-
-def _code_of(error: BaseException) -> str:
-    """What the line on stderr calls it. A CUDA error is for good: the context is lost with it."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "device_out_of_memory"
-    is_cuda = "CUDA" in str(error) or "cudnn" in str(error).lower()
-    return "device_failed" if is_cuda and isinstance(error, RuntimeError) else "engine_failed"
 
 
 def run(spec: EngineSpec, skeleton: Skeleton | None = None) -> NoReturn:

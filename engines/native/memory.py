@@ -19,7 +19,7 @@ from cache.slots import SlotTable
 from engines.contract import ProgressPage
 from engines.native.device import HOST, Device
 from engines.native.kv import KvMemoryView, tail_bytes_for
-from engines.native.predecessor import FencedWriter, own_identity
+from engines.native.predecessor import FencedWriters, own_identity
 
 __all__ = ["Ballast", "PrivateMemory", "ServingMemory", "SharedMemory", "progress_file"]
 
@@ -74,19 +74,22 @@ class SharedMemory:
         )
         self.table = SlotTable(self._table_mapping.view())
         self.is_writer = False
-        self._predecessor: FencedWriter | None = None
+        self._predecessors: FencedWriters | None = None
 
     def raise_to_writer(self, epoch: int) -> None:
         """See `ServingMemory`."""
         self._table_mapping.protect(writable=True)
-        before = self.table.writer
+        before = self.table.writers
         try:
             self.table.claim(epoch, own_identity())
         except StaleEpochError:  # somebody newer was here: stay the reader that we were
             self._table_mapping.protect(writable=False)
             raise
-        if self._device.is_cuda:  # on the host the fence is enough: nothing works in background
-            self._predecessor = FencedWriter.of(before)
+        if self._device.is_cuda:
+            self._predecessors = FencedWriters(self.table, before)
+        else:  # the fence is enough: nothing works in the background
+            for writer in before:
+                self.table.strike(writer)
         self._kv_mapping.protect(writable=True)
         self.is_writer = True
 
@@ -98,13 +101,14 @@ class SharedMemory:
         self.table.resign()
         self._kv_mapping.protect(writable=False)
         self._table_mapping.protect(writable=False)
+        self._predecessors = None  # who comes after us finds them in the table
         self.is_writer = False
 
     def is_settled(self) -> bool:
         """See `ServingMemory`."""
-        if self._predecessor is not None and self._predecessor.is_gone():
-            self._predecessor = None
-        return self._predecessor is None
+        if self._predecessors is not None and self._predecessors.are_gone():
+            self._predecessors = None
+        return self._predecessors is None
 
 
 class PrivateMemory:

@@ -18,6 +18,7 @@ WARNING: one thread at a time, and only inside `torch.inference_mode`.
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
@@ -113,17 +114,22 @@ class SlotModel:
         """Whether rows of a step share matrix products of a size that depends on routing."""
         return bool(getattr(self._model.config, "num_experts", 0))
 
-    @property
-    def _sample_layers(self) -> int | None:
-        """How many layers use all the kernels there are: one where all are alike, else all."""
-        return 1 if len({type(layer.mlp) for layer in self._model.model.layers}) == 1 else None
-
     @contextmanager
-    def first_layers(self, count: int | None) -> Iterator[None]:
-        """Run only the first layers in this block, None for all; mostly they have like shapes."""
+    def sample_layers(self, of_each_kind: int) -> Iterator[None]:
+        """Run only so many layers of each kind in this block.
+
+        Layers are of a kind when they are made of the same modules: those have the same shapes.
+        """
         inner = self._model.model
         layers = inner.layers
-        inner.layers = layers[:count]
+        seen: Counter[tuple[type, ...]] = Counter()
+        chosen = torch.nn.ModuleList()
+        for layer in layers:
+            kind = tuple(map(type, layer.modules()))
+            seen[kind] += 1
+            if seen[kind] <= of_each_kind:
+                chosen.append(layer)
+        inner.layers = chosen
         try:
             yield
         finally:
@@ -227,19 +233,32 @@ class SlotModel:
             return self._prefill(kv, attended)
 
         def rehearse() -> None:
-            with self.first_layers(self._sample_layers):
+            with self.sample_layers(1):
                 step()
 
         self._graphs.capture(kind, kv, attended, rehearse=rehearse, step=step)
         return True
 
     def try_layer(self, kv: KvMemoryView) -> None:
-        """Compute one layer of a decode step with no row active, on a GPU: it loads kernels."""
+        """Compute a layer of each kind with no row active, on a GPU: it loads kernels."""
         if self._graphs is None:
             return
-        with self.first_layers(self._sample_layers):
+        with self.sample_layers(1):
             self.decode(kv, [])
         self.device.synchronize()
+
+    def launch_once(self, kv: KvMemoryView) -> bool:
+        """Run the serving step's graph with no row active; False when it has run already.
+
+        The driver puts a graph on the card when it is first launched, and says then if it cannot.
+        Legal on memory that may only be read.
+        """
+        full = kv.geometry.max_length
+        if self._graphs is None or not self._graphs.waits_for_launch("decode", kv, full):
+            return False
+        self.decode(kv, [])
+        self.device.synchronize()
+        return True
 
     def try_choices(self) -> None:
         """Choose in every way that there is, on a GPU, from logits of nothing.

@@ -9,21 +9,20 @@ that holds everything it depends on. On the CPU it is quick and always run.
 import hashlib
 import logging
 import os
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
 import torch
 
+from cache.cudadriver import call
 from cache.protocol import Fingerprint, KvGeometry
 from engines.native.model import SlotModel
 from engines.native.selfcheck import SelfCheck, prove
 
-__all__ = ["prove_once"]
+__all__ = ["code_digest", "prove_once"]
 
 log = logging.getLogger(__name__)
-
-_VERSION = 1
-"""Raise it when attention, masks, chunking or the layout of a step change."""
 
 
 class _Proof(msgspec.Struct, frozen=True):
@@ -38,12 +37,23 @@ class _Proof(msgspec.Struct, frozen=True):
 class _Circumstances(msgspec.Struct, frozen=True):
     """Everything that the result depends on."""
 
-    version: int
-    fingerprint: Fingerprint
+    code: str
+    fingerprint: Fingerprint  # holds torch's version
     geometry: KvGeometry
     chunk_tokens: int
     card: str
     cudnn: int
+    driver: int
+    triton: str
+
+
+@lru_cache(maxsize=1)
+def code_digest() -> str:
+    """Digest of the engine's own code: any change of it has to be proven anew."""
+    total = hashlib.blake2b(digest_size=16)
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        total.update(file.name.encode() + b"\0" + file.read_bytes())
+    return total.hexdigest()
 
 
 def prove_once(model: SlotModel, fingerprint: Fingerprint, folder: Path) -> SelfCheck:
@@ -63,13 +73,17 @@ def prove_once(model: SlotModel, fingerprint: Fingerprint, folder: Path) -> Self
 
 def _key(model: SlotModel, fingerprint: Fingerprint) -> str:
     properties = torch.cuda.get_device_properties(model.device.index)
+    import triton  # only where there is a GPU
+
     circumstances = _Circumstances(
-        version=_VERSION,
+        code=code_digest(),
         fingerprint=fingerprint,
         geometry=model.geometry,
         chunk_tokens=model.chunk_tokens,
         card=f"{properties.name} {getattr(properties, 'uuid', '')}",
         cudnn=torch.backends.cudnn.version() or 0,
+        driver=int(call("cuDriverGetVersion")),
+        triton=triton.__version__,
     )
     return hashlib.blake2b(msgspec.json.encode(circumstances), digest_size=8).hexdigest()
 

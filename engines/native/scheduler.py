@@ -184,7 +184,9 @@ class Scheduler:
         self._meter.command_handled()
 
     def _capture_one(self) -> bool:
-        """Nothing to do: capture one more graph, unless all are, or an order has just come.
+        """Nothing to do: launch the first graph, then capture one more, unless all are.
+
+        Not when an order has just come.
 
         Not soon after a change of role, nor while a row waits for its gateway to come back.
         """
@@ -193,7 +195,11 @@ class Scheduler:
         if time.monotonic() < self._capture_from_s or self._keeper.in_state(RowState.PARKED):
             return False
         with self._model.giving_way(once=lambda: not self._inbox.empty()):
-            self._may_capture = self._canary.capture() or self._model.capture_next(self._memory.kv)
+            self._may_capture = (
+                self._model.launch_once(self._memory.kv)
+                or self._canary.capture()
+                or self._model.capture_next(self._memory.kv)
+            )
         return self._may_capture
 
     def _has_work(self) -> bool:

@@ -31,9 +31,9 @@ __all__ = ["SelfCheck", "prove"]
 log = logging.getLogger(__name__)
 
 _SEED: Final = 20_260_101
-_LAYERS: Final = 2
-"""All layers have the same shapes; a difference in the first reaches the logits through the
-second. More layers cost time and prove nothing new."""
+_LAYERS_OF_A_KIND: Final = 2
+"""Layers of a kind have the same shapes; a difference in one reaches the logits through the next.
+More layers cost time and prove nothing new."""
 
 Rows = list[tuple[int, int, int]]
 Logits = npt.NDArray[np.float32]
@@ -52,7 +52,7 @@ class SelfCheck:
 def prove(model: SlotModel) -> SelfCheck:
     """Run all checks; call it in the model thread, inside inference mode, before serving."""
     started = time.perf_counter()
-    with model.first_layers(_LAYERS):
+    with model.sample_layers(_LAYERS_OF_A_KIND):
         bench = _Bench(model)
         failures = bench.failures()
         if failures and model.has_experts and model.decode_experts == "grouped":

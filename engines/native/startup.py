@@ -75,8 +75,9 @@ def start_engine(
         UnderstudyError: one of the typed errors of cache and engine; the process cannot serve.
     """
     phases = Phases()
-    asked = _ask(spec)  # the daemon answers while the driver makes a context
     device = device_of(spec.load.device)
+    device.set_up_process()
+    asked = _ask(spec)  # the daemon answers while the driver makes a context
     device.prepare(spec.load.dtype)
     phases.done("device")
     skeleton = skeleton or build_skeleton(spec.load)

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from cache.errors import RemoteError
 from cache.protocol import PROTOCOL as CACHE_PROTOCOL
@@ -583,18 +584,32 @@ def donate(run_dir: Path, offer: Descriptors, fds: list[int]) -> CacheStatus:
 # ------------------------------------------------------------------- other processes
 
 
-def test_a_start_that_cannot_work_is_one_line_and_status_1(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"model_path": "/absent"}, "unsupported_model"),
+        (
+            {"dtype": "float31"},
+            "AttributeError",
+        ),  # nobody foresaw it
+        pytest.param(
+            {"device": "cuda:0"},
+            "torch_without_cuda",
+            marks=pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA"),
+        ),
+    ],
+    ids=["model", "dtype", "device"],
+)
+def test_a_start_that_cannot_work_is_one_line_and_status_1(
+    tmp_path: Path, change: dict[str, str], code: str
+) -> None:
     spec = engine_spec(tmp_path, "broken", cache_socket=None)
-    broken = msgspec.structs.replace(
-        spec, load=msgspec.structs.replace(spec.load, model_path=str(tmp_path / "absent"))
-    )
+    broken = msgspec.structs.replace(spec, load=msgspec.structs.replace(spec.load, **change))
     spawned = cold_engine(broken, tmp_path)
 
     assert spawned.process.wait(60) == 1
     lines = spawned.log.read_text().splitlines()
-    assert [line.split(": ")[:2] for line in lines if line.startswith("error")] == [
-        ["error", "unsupported_model"]
-    ]
+    assert [line.split(": ")[:2] for line in lines if line.startswith("error")] == [["error", code]]
 
 
 READER = """

@@ -169,6 +169,35 @@ def test_a_writer_with_an_older_epoch_is_refused(table: SlotTable) -> None:
     assert table.epoch == 4
 
 
+def test_writers_are_named_until_they_resign_or_are_struck_out(table: SlotTable) -> None:
+    assert table.writers == []
+    first, second, third = (11, 100), (22, 200), (33, 300)
+    table.claim(1, first)
+    table.claim(2)  # a new epoch of the same writer
+    assert table.writers == [first]
+    table.claim(3, second)
+    table.claim(4, third)
+    assert table.writers == [third, first, second]
+    table.resign()  # of its own work alone
+    assert table.writers == [first, second]
+    table.strike(first)
+    table.strike((22, 999))  # the same number, another process
+    assert table.writers == [second]
+    table.claim(5, third)
+    table.claim(6, second)  # again the writer, and still named as an earlier one
+    table.strike(second)
+    assert table.writers == [second, third]
+
+
+def test_of_many_unfinished_writers_the_newest_are_kept(table: SlotTable) -> None:
+    for number in range(1, 41):
+        table.claim(number, (number, number))
+    kept = table.writers
+    assert kept[0] == (40, 40)
+    assert len(kept) == 17
+    assert (39, 39) in kept
+
+
 def test_memory_that_is_no_table_is_refused() -> None:
     size = SlotTable.size_bytes(SLOTS, MAX_LENGTH)
     with pytest.raises(SlotTableError, match="not a slot table"):

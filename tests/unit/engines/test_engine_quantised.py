@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 from cache.protocol import LoadSpec, Manifest, TensorEntry
 from engines.native.binding import bind, tensors_of
@@ -171,7 +172,7 @@ def test_a_model_can_be_bound_again_and_what_is_absent_is_named() -> None:
 
 
 def test_a_model_with_experts_computes_what_the_library_computes(tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     folder = tmp_path / "moe"
     shutil.copytree(ROOT / "configs" / "models" / "demo", folder)
@@ -198,6 +199,26 @@ def test_a_model_with_experts_computes_what_the_library_computes(tmp_path: Path)
         wanted = reference(torch.tensor([[*prompt, 77]])).logits[0, -2:]
         assert float((torch.tensor(np.stack(found)) - wanted).abs().max()) < 1e-4
         assert prove(model).exact
+
+
+def test_a_sample_of_layers_has_some_of_each_kind(tmp_path: Path) -> None:
+    folder = tmp_path / "mixed"
+    shutil.copytree(ROOT / "configs" / "models" / "demo", folder)
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=2048, hidden_size=64, intermediate_size=96,
+        moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
+        mlp_only_layers=[0, 1, 2], architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    made = build_skeleton(LoadSpec(str(folder)))
+    layers = list(made.model.model.layers)
+    tensors = {name: torch.zeros(tensor.shape) for name, tensor in made.model.state_dict().items()}
+    model = SlotModel(made, tensors, made.kv_geometry(slots=2, max_length=128))
+    for count, numbers in ((1, [0, 3]), (2, [0, 1, 3, 4])):
+        with model.sample_layers(count):
+            assert list(made.model.model.layers) == [layers[n] for n in numbers]
+    assert list(made.model.model.layers) == layers
 
 
 def test_a_tensor_that_lies_askew_is_refused_instead_of_read_wrongly() -> None:
