@@ -89,7 +89,7 @@ class ContinueFault(FaultModel):
 
 
 class HookFault(FaultModel):
-    """What no signal can do to an engine: stall its model thread, exit, answer wrongly.
+    """What no signal can do to an engine: stall or break its model thread, exit, answer wrongly.
 
     Needs an engine that was started with `UNDERSTUDY_FAULTS=1` (see `engines.native.faults`).
     """
@@ -97,7 +97,7 @@ class HookFault(FaultModel):
     kind: Literal["hook"] = "hook"
     target: Literal["primary", "standby", "batch"]
     action: Literal["stall", "exit", "ignore_sigterm", "wrong_answer", "unhealthy", "slow_health",
-                    "tear_streams"]  # fmt: skip
+                    "tear_streams", "device_error", "device_write", "device_memory"]  # fmt: skip
     duration: Seconds = 0.0
     delay: Seconds = 0.0
     status: int = 0
@@ -107,10 +107,10 @@ class HookFault(FaultModel):
         target = world.locate(self.target)
         order = InjectFault(self.action, self.duration, self.delay, self.status)
         at_ns = time.monotonic_ns()
-        is_exit = self.action == "exit"
+        is_deadly = self.action == "exit" or self.action.startswith("device_")
         path = world.system.state_dir / "run" / f"{target.instance}.sock"
-        _order(path, order, may_end=is_exit)
-        return Injury(at_ns, (target,), is_deadly=is_exit, note=self.action)
+        _order(path, order, may_end=is_deadly)
+        return Injury(at_ns, (target,), is_deadly=is_deadly, note=self.action)
 
 
 def _order(path: Path, order: InjectFault, *, may_end: bool) -> None:

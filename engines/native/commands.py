@@ -4,6 +4,7 @@ from concurrent.futures import Future  # noqa: TC003 - dataclasses resolve it
 from dataclasses import dataclass
 
 from engines.contract import Assume, Assumed, CanaryResult
+from engines.native.device import DeviceFault
 from engines.native.request import PreparedRequest
 from engines.native.streams import StreamPort
 
@@ -82,6 +83,8 @@ class Pause:
 @dataclass(frozen=True, slots=True)
 class BreakDevice:
     """Only for chaos tests: see `faults`."""
+
+    action: DeviceFault
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,10 +119,11 @@ class ControlServer(ControlSocket):
     async def _fault(self, _peer: RpcPeer, raw: msgspec.Raw, _fds: list[int]) -> Answer:
         order = decoded(raw, InjectFault)
         pause_s = self._host.faults.inject(order)
-        if order.action == "device_error":
-            self._started().scheduler.post(BreakDevice())
-        if order.action == "tear_streams":
-            self._host.tear_streams()
+        match order.action:
+            case "device_error" | "device_write" | "device_memory" as action:
+                self._started().scheduler.post(BreakDevice(action))
+            case "tear_streams":
+                self._host.tear_streams()
         if pause_s:
             self._started().scheduler.post(Pause(pause_s))
         return None, ()

@@ -16,7 +16,7 @@ WARNING: on CUDA a mapped address is a device pointer; the host must never follo
 import ctypes
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["HOST", "Device", "InputBuffer", "device_of", "on_device"]
+__all__ = ["HOST", "Device", "DeviceFault", "InputBuffer", "device_of", "on_device"]
+
+DeviceFault = Literal["device_error", "device_write", "device_memory"]
+"""What may be ordered to go wrong, see `engines.native.faults`."""
 
 _HOST_CHUNK_TOKENS: Final = 64
 _CUDA_CHUNK_TOKENS: Final = 256
@@ -120,15 +123,15 @@ class Device:
             torch.cuda.empty_cache()
 
     def fail_on_purpose(self) -> None:
-        """Lose the device's context, for chaos tests; nothing on the CPU.
+        """Lose the device's context, for chaos tests.
 
         Raises:
             RuntimeError: the error that every later call would meet, too.
+            IndexError: the same on the CPU, which gets over it.
         """
-        if self.is_cuda:
-            behind_the_end = torch.ones(1, dtype=torch.int64, device=self.torch_device)
-            torch.zeros(1, device=self.torch_device).index_select(0, behind_the_end)
-            self.synchronize()
+        behind_the_end = torch.ones(1, dtype=torch.int64, device=self.torch_device)
+        torch.zeros(1, device=self.torch_device).index_select(0, behind_the_end)
+        self.synchronize()
 
     def memory(self) -> DeviceMemory | None:
         """What this process holds beside the shared arenas, and what the GPU has left."""

@@ -10,7 +10,9 @@ ignore_sigterm  SIGTERM is ignored from now on
 wrong_answer    the canary answers wrongly for `duration_s`
 unhealthy       `/health` answers 503 for `duration_s`
 tear_streams    every stream's connection ends in the middle of a frame, without a last one
-device_error    the GPU reports an error that its context does not survive (nothing on the CPU)
+device_error    the model thread meets an error; on a GPU one that its context does not survive
+device_write    the model thread writes to a weight, which is mapped read-only
+device_memory   the model thread asks for more memory than there is
 slow_health     `/health` answers `delay_s` late for `duration_s`
 write_weights   a byte is stored into a mapped weight, as a bug might do it; host memory only
 
@@ -49,6 +51,8 @@ class InjectFault(msgspec.Struct, frozen=True):
         "unhealthy",
         "slow_health",
         "device_error",
+        "device_write",
+        "device_memory",
         "tear_streams",
         "write_weights",
     ]
@@ -83,7 +87,7 @@ class Faults:
                 ctypes.memset(_weights_address(), 0, 1)
             case "wrong_answer" | "unhealthy":
                 pass  # looked up when the next question comes
-            case "device_error" | "tear_streams":
+            case "device_error" | "device_write" | "device_memory" | "tear_streams":
                 pass  # the model thread's to do, and the generation socket's
             case _:
                 assert_never(order.action)

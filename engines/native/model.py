@@ -21,14 +21,14 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 
 from cache.protocol import KvGeometry
 from engines.native.attention import RowPasts, SlotWindow, StepInputs
 from engines.native.binding import bind
-from engines.native.device import HOST, Device, InputBuffer, on_device
+from engines.native.device import HOST, Device, DeviceFault, InputBuffer, on_device
 from engines.native.experts import ExpertsMode, experts_mode
 from engines.native.graphs import StepAbandonedError, StepGraphs, StepKind
 from engines.native.kv import KvMemoryView
@@ -47,6 +47,8 @@ _EVERY_CHOICE: Final = (
     Choice(0, temperature=1.0),
     Choice(0, temperature=1.0, top_k=5, top_p=0.5),
 )
+
+_TOO_MUCH_BYTES: Final = 1 << 50  # more than any machine has
 
 # Rows of the decode input buffer, and words behind the ids of the prefill one.
 _IDS, _POSITIONS, _ACTIVE = range(3)
@@ -259,6 +261,21 @@ class SlotModel:
         self.decode(kv, [])
         self.device.synchronize()
         return True
+
+    def fail_on_purpose(self, action: DeviceFault) -> NoReturn:
+        """Only for chaos tests, see `faults`. The process may end in here.
+
+        Raises:
+            RuntimeError, IndexError: the error that was ordered.
+        """
+        if action == "device_write":
+            self._model.lm_head.weight.zero_()
+        elif action == "device_memory":
+            torch.empty(_TOO_MUCH_BYTES, dtype=torch.uint8, device=self.device.torch_device)
+        else:
+            self.device.fail_on_purpose()
+        self.device.synchronize()
+        raise RuntimeError(f"{action} was ordered, and nothing failed")
 
     def try_choices(self) -> None:
         """Choose in every way that there is, on a GPU, from logits of nothing.

@@ -177,8 +177,8 @@ class Scheduler:
                 self._release_gateway(gateway)
             case Pause(duration_s=duration_s):
                 time.sleep(duration_s)
-            case BreakDevice():
-                self._model.device.fail_on_purpose()
+            case BreakDevice(action=action):
+                self._model.fail_on_purpose(action)
             case Stop():
                 self._stop()
         self._meter.command_handled()

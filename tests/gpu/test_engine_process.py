@@ -13,6 +13,7 @@ import pytest
 
 from cache.protocol import LoadSpec
 from engines.contract import EngineStatus, GenerateBody
+from engines.native.device import DeviceFault  # noqa: TC001 - parametrised with it
 from engines.native.faults import FAULTS_VARIABLE, InjectFault
 from tests.gpu.engine_models import say
 from tests.integration.engines_support import (
@@ -170,18 +171,28 @@ async def test_roles_change_hands_without_recomputing(group: Group) -> None:
         assert await run_all(new, 6) == wanted
 
 
-async def test_a_gpu_error_ends_that_engine_and_disturbs_no_other(group: Group) -> None:
+@pytest.mark.parametrize(
+    ("action", "code"),
+    [
+        ("device_error", "device_failed"),
+        ("device_write", "device_failed"),
+        ("device_memory", "device_out_of_memory"),
+    ],
+)
+async def test_a_gpu_error_ends_that_engine_and_disturbs_no_other(
+    group: Group, action: DeviceFault, code: str
+) -> None:
     primary, _, _ = await group.new("primary")
     standby, standby_pid, _ = await group.new("standby")
     batch, batch_pid, _ = await group.new("batch")
     wanted = await run_all(primary, 6)
     streams = await open_all(primary, 10, 6)
     for victim in (standby, batch):
-        await victim.call("fault", InjectFault("device_error"))
+        await victim.call("fault", InjectFault(action))
     for pid, engine in ((standby_pid, standby), (batch_pid, batch)):
         await wait_until(lambda pid=pid: _is_exiting(pid))  # type: ignore[misc]
         log = (group.forks.run_dir / f"{engine.spec.name}.log").read_text()
-        assert "error: device_failed" in log
+        assert f"error: {code}: " in log
     for stream in streams:
         await stream.finish()
     assert [stream.token_ids for stream in streams] == wanted
