@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,6 +145,27 @@ async def test_streams_go_on_bit_for_bit_when_the_primary_is_killed(group: Group
     assert await resume_all(standby, streams) == wanted
     # Slots are used anew once the dead writer is gone; the newcomer is as exact.
     assert await run_all(standby) == wanted
+
+
+async def test_no_slot_is_begun_anew_before_the_dead_writer_has_ended(group: Group) -> None:
+    primary, pid, _ = await group.new("primary")
+    standby, _, _ = await group.new("standby")
+    wanted = await run_all(primary, 1)
+    await open_all(primary, 10, 6)  # 10 of 16 slots stay free
+    pidfd = os.pidfd_open(pid)
+    dead = select.poll()
+    dead.register(pidfd, select.POLLIN)
+    os.kill(pid, signal.SIGKILL)
+    await wait_until(lambda: _is_exiting(pid))
+    group.epoch += 1
+    await standby.assume("primary", group.epoch)
+    say(f"ended when the successor is the writer: {bool(dead.poll(0))}")
+    fresh = await standby.open(body(0), seed=0)
+    await fresh.read_tokens(1)
+    assert dead.poll(0), "a slot was begun anew while the dead writer's kernels may still run"
+    await fresh.finish()
+    assert fresh.token_ids == wanted[0]
+    os.close(pidfd)
 
 
 async def _is_exiting(pid: int) -> bool:

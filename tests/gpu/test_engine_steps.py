@@ -166,6 +166,18 @@ def test_capturing_and_idle_rows_write_to_the_tail_alone(loaded: Loaded, kv: KvM
     assert torch.equal(kv.slots, before)
 
 
+def test_the_serving_graph_is_launched_once_before_anybody_needs_it(
+    loaded: Loaded, kv: KvMemoryView
+) -> None:
+    fill(kv)
+    before = kv.slots.clone()
+    assert not loaded.model.launch_once(kv)
+    assert loaded.model.capture_once("decode", kv, kv.geometry.max_length)
+    assert loaded.model.launch_once(kv)
+    assert not loaded.model.launch_once(kv)
+    assert torch.equal(kv.slots, before)
+
+
 def test_choices_follow_the_host(loaded: Loaded, kv: KvMemoryView) -> None:
     fill(kv)
     logits = loaded.model.decode(kv, [(slot, 7 + slot, 50) for slot in range(16)])
