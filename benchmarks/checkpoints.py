@@ -11,6 +11,7 @@ equal (equal rows of the output layer would be ties). Norms are ones.
 import json
 import os
 import random
+import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -112,13 +113,16 @@ def model_bytes(config: Mapping[str, Any]) -> int:
 
 
 def make_checkpoint(folder: Path, config: Mapping[str, Any], *, seed: int = 1) -> Path:
-    """Write a whole model folder; one that is complete already is left as it is."""
+    """Write a whole model folder; one that is complete and of this shape is left as it is."""
+    full = {"dtype": "bfloat16", "hidden_act": "silu", "use_cache": True, **config}
+    text = json.dumps(full, indent=1)
     done = folder / ".complete"
     if done.exists():
-        return folder
+        if (folder / "config.json").read_text("utf-8") == text:
+            return folder
+        shutil.rmtree(folder)  # of a rehearsal, with fewer layers
     folder.mkdir(parents=True, exist_ok=True)
-    full = {"dtype": "bfloat16", "hidden_act": "silu", "use_cache": True, **config}
-    (folder / "config.json").write_text(json.dumps(full, indent=1), "utf-8")
+    (folder / "config.json").write_text(text, "utf-8")
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}', "utf-8")
     _write_tokenizer(folder, int(config["vocab_size"]))
     _write_weights(folder, list(_plan(config)), seed)

@@ -1,4 +1,4 @@
-"""The experiments of `benchmarks.h200`, each on a running system."""
+"""Experiments of `benchmarks.h200` about faults of the primary, memory and speed."""
 
 import json
 import random
@@ -7,28 +7,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from benchmarks.gpu_system import Card, Figure, MemoryWatch, gaps_ms, requests_for, timed_ms
+from benchmarks.gpu_card import Card
+from benchmarks.gpu_situation import (
+    RESTORED_S,
+    STREAMS_S,
+    Situation,
+    run_streams,
+    texts_of,
+    wait_quiet,
+)
+from benchmarks.gpu_system import Figure, gaps_ms
 from benchmarks.report import ROOT
 from cache.errors import UnderstudyError
-from chaos.client import wait_until
 from chaos.judge import check_streams, interruptions
-from chaos.streams import StreamFleet, StreamRecord, StreamRequest
+from chaos.streams import StreamFleet
 from chaos.system import RunningSystem
 from supervisor.process.identity import ProcessId
 
 __all__ = [
-    "RESTORED_S",
-    "STREAMS_S",
-    "Situation",
-    "batch_ladder",
-    "beside_others",
     "kill_primary",
     "memory_of_parts",
-    "run_streams",
     "speed_of_library",
     "speed_of_system",
     "stop_and_switch",
@@ -38,49 +40,14 @@ __all__ = [
 Fault = Callable[[RunningSystem, int], tuple[str, int]]
 """Does something to a system; its name and its moment in monotonic nanoseconds."""
 
-RESTORED_S: Final = 60.0
-STREAMS_S: Final = 300.0
-
-
-@dataclass(slots=True)
-class Situation:
-    """A running system, and what is known about it."""
-
-    system: RunningSystem
-    card: Card
-    requests: list[StreamRequest]
-    config: dict[str, Any]
-    folder: Path
-    empty_mib: float  # used on the card before the system was started
-    texts: dict[str, str] = field(default_factory=dict)
-
-    def short(self, count: int, *, max_tokens: int, model: str = "chat") -> list[StreamRequest]:
-        """Streams with prompts of 128 tokens."""
-        vocabulary = self.config["vocab_size"]
-        return requests_for(
-            [128] * count, max_tokens=max_tokens, vocabulary=vocabulary, model=model
-        )
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        """Events of one kind, oldest first."""
-        path = self.system.state_dir / "events.jsonl"
-        lines = path.read_text("utf-8").splitlines()
-        return [e for e in map(json.loads, lines) if e.get("kind") == kind]
-
-
-def run_streams(at: Situation, requests: Sequence[StreamRequest]) -> list[StreamRecord]:
-    """Run to the end; every stream must be complete."""
-    with StreamFleet(at.system.base_url, requests) as fleet:
-        records = fleet.wait_done(timeout_s=STREAMS_S)
-    check_streams(records, {r.request.name: r.text for r in records})
-    return records
+_SPEED_ROUNDS: Final = 3
 
 
 def undisturbed(at: Situation) -> list[Figure]:
     """The reference: texts to compare with, and the pace of an ordinary day."""
     began = time.monotonic_ns()
     records = run_streams(at, at.requests)
-    at.texts = {record.request.name: record.text for record in records}
+    at.texts = texts_of(records)
     prompt_tokens = sum(len(r.prompt.split()) for r in at.requests)
     all_began_s = (max(r.arrivals_ns[0] for r in records) - began) / 1e9
     attached = [e["attach_ms"] for e in at.events("engine_ready") if e.get("attach_ms")]
@@ -103,7 +70,7 @@ def kill_primary(at: Situation, *, kills: int) -> list[Figure]:
 def stop_and_switch(at: Situation, *, stops: int, switches: int) -> list[Figure]:
     """Some SIGSTOPs, then switchovers, under streams with short prompts and their own reference."""
     short = at.short(8, max_tokens=200 * (stops + switches // 2))
-    texts = {r.request.name: r.text for r in run_streams(at, short)}
+    texts = texts_of(run_streams(at, short))
     at = replace(at, requests=short, texts=texts)
 
     def fault(system: RunningSystem, number: int) -> tuple[str, int]:
@@ -172,77 +139,19 @@ def _phases(system: RunningSystem, count: int) -> dict[str, list[float]]:
     return found
 
 
-def batch_ladder(at: Situation, *, rounds: int) -> list[Figure]:
-    """Freeze, thaw, evict, resume under a batch engine that computes."""
-    admin, card = at.system.admin, at.card
-    freeze, evict, back, ready = [], [], [], []
-    for _ in range(rounds):
-        work = at.short(8, max_tokens=3500, model="chat:batch")
-        with StreamFleet(at.system.base_url, work) as fleet:
-            fleet.wait_tokens(4)
-            freeze.append(timed_ms(lambda: admin.post("/v1/freeze/chat-batch", timeout_s=20)))
-            admin.post("/v1/thaw/chat-batch", timeout_s=20)
-            before = card.settled_mib(still_s=0.3)
-            with MemoryWatch(card) as watch:
-                began = time.monotonic()
-                admin.post("/v1/evict/chat-batch", hold=True, timeout_s=20)
-                evict.append((time.monotonic() - began) * 1e3)
-                fell = watch.fell_ms(began, before - 4000)
-                if fell is not None:
-                    back.append(fell)
-        began = time.monotonic()
-        admin.post("/v1/resume/chat-batch", timeout_s=30)
-        wait_until(lambda: _batch_serves(at.system), "the batch engine", timeout_s=30)
-        ready.append((time.monotonic() - began) * 1e3)
-    return [
-        Figure.of("freeze", freeze, target="<= 20 ms"),
-        Figure.of("evict, order to answer", evict),
-        Figure.of("evict -> its memory is free", back, target="<= 200 ms"),
-        Figure.of("resume -> serves again", ready, target="<= 1 s"),
-    ]
-
-
-def _batch_serves(system: RunningSystem) -> bool:
-    engine = system.admin.status().group.engine("batch")
-    return engine is not None and engine.state == "batch"
-
-
-def beside_others(at: Situation) -> list[Figure]:
-    """The pace of short streams: alone, with a parked standby, beside batch work, frozen."""
-    admin, short = at.system.admin, at.short(8, max_tokens=500)
-    figures = []
-
-    def pace(what: str) -> None:
-        figures.append(Figure.of(f"between two tokens, {what}", gaps_ms(run_streams(at, short))))
-
-    pace("standby parked, batch idle")
-    work = at.short(8, max_tokens=3500, model="chat:batch")
-    with StreamFleet(at.system.base_url, work) as fleet:
-        fleet.wait_tokens(4)
-        pace("batch saturating")
-        admin.post("/v1/freeze/chat-batch", timeout_s=20)
-        pace("batch frozen")
-        admin.post("/v1/evict/chat-batch", hold=True, timeout_s=20)
-    pace("batch evicted")
-    admin.post("/v1/pause")
-    at.system.kill("standby")
-    time.sleep(1.0)
-    pace("alone")
-    admin.post("/v1/unpause")
-    at.system.wait_whole(timeout_s=RESTORED_S)
-    return figures
-
-
 def memory_of_parts(at: Situation) -> list[Figure]:
-    """What a parked standby and a bare context take; weights and KV for comparison."""
+    """What each engine takes beside the arenas, and what a bare context takes."""
     admin, card, system = at.system.admin, at.card, at.system
-    time.sleep(8.0)  # every graph of the standby is captured by then
+    wait_quiet(at)  # every graph is captured by then
+    with_batch = card.settled_mib()
+    admin.post("/v1/evict/chat-batch", hold=True, timeout_s=20)
     with_standby = card.settled_mib()
     admin.post("/v1/pause")
     system.kill("standby")
     without = card.settled_mib()
     bare = _bare_context_mib(card)
     admin.post("/v1/unpause")
+    admin.post("/v1/resume/chat-batch", timeout_s=30)
     system.wait_whole(timeout_s=RESTORED_S)
     cache = admin.status().group.cache[0]
     arenas = (cache.weights_bytes + cache.kv_bytes) / (1 << 20)
@@ -253,7 +162,8 @@ def memory_of_parts(at: Situation) -> list[Figure]:
         Figure.of("of which over a bare context", [with_standby - without - bare], unit="MiB",
                   target="<= 1024 MiB"),
         Figure.of("a bare context", [bare], unit="MiB"),
-        Figure.of("primary, daemon and batch engine beside the arenas", [others], unit="MiB"),
+        Figure.of("batch engine, its own KV included", [with_batch - with_standby], unit="MiB"),
+        Figure.of("primary and daemon beside the arenas", [others], unit="MiB"),
     ]  # fmt: skip
 
 
@@ -272,18 +182,26 @@ def _bare_context_mib(card: Card) -> float:
 
 
 def speed_of_system(at: Situation, batches: Sequence[int]) -> list[Figure]:
-    """Tokens per second through the gateway, all streams together, while all decode."""
+    """Tokens per second through the gateway, all streams together, while all decode.
+
+    A stream must give the same text in every round and at every batch size.
+    """
     figures = []
-    time.sleep(9.0)  # graphs for every length are captured by then
+    texts: dict[str, str] = {}
+    wait_quiet(at)  # graphs for every length are captured by then
     run_streams(at, at.short(2, max_tokens=16))
     for count in batches:
-        short = [replace(r, temperature=0.0) for r in at.short(count, max_tokens=400)]
-        records = run_streams(at, short)
-        begun = max(r.arrivals_ns[0] for r in records)
-        ended = min(r.arrivals_ns[-1] for r in records)
-        tokens = sum(sum(1 for ns in r.arrivals_ns if begun < ns <= ended) for r in records)
-        speed = tokens / ((ended - begun) / 1e9)
-        figures.append(Figure.of(f"Understudy, batch {count}", [speed], unit="tokens/s"))
+        short = [replace(r, temperature=0.0) for r in at.short(count, max_tokens=200)]
+        speeds = []
+        for _ in range(_SPEED_ROUNDS):
+            records = run_streams(at, short)
+            texts = texts_of(records) | texts
+            check_streams(records, texts)
+            begun = max(r.arrivals_ns[0] for r in records)
+            ended = min(r.arrivals_ns[-1] for r in records)
+            tokens = sum(sum(1 for ns in r.arrivals_ns if begun < ns <= ended) for r in records)
+            speeds.append(tokens / ((ended - begun) / 1e9))
+        figures.append(Figure.of(f"Understudy, batch {count}", speeds, unit="tokens/s"))
     return figures
 
 
@@ -291,12 +209,12 @@ def speed_of_library(folder: Path, batches: Sequence[int]) -> list[Figure]:
     """The same model through `transformers` generate, in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.library_speed", str(folder), *map(str, batches)]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
     )
     if done.returncode:
         raise UnderstudyError(f"library_speed ended with {done.returncode}: {done.stderr[-500:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
     return [
-        Figure.of(f"transformers generate, batch {count}", [speed], unit="tokens/s")
-        for count, speed in found.items()
+        Figure.of(f"transformers generate, batch {count}", speeds, unit="tokens/s")
+        for count, speeds in found.items()
     ]

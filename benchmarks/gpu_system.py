@@ -1,31 +1,16 @@
-"""One system on one GPU for `benchmarks.h200`: its topology, its streams, its card's memory."""
+"""One system on one GPU for `benchmarks.h200`: its topology, its streams, its figures."""
 
-import importlib
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Self
 
 from chaos.judge import Spread
 from chaos.streams import StreamRecord, StreamRequest
 from chaos.system import RunningSystem, SystemOptions, free_ports
 
-__all__ = [
-    "Card",
-    "Figure",
-    "GpuShape",
-    "MemoryWatch",
-    "NoCard",
-    "gaps_ms",
-    "gpu_system",
-    "requests_for",
-    "timed_ms",
-]
-
-_MIB: Final = 1 << 20
+__all__ = ["Figure", "GpuShape", "gaps_ms", "gpu_system", "requests_for", "timed_ms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,104 +127,6 @@ def gaps_ms(records: Sequence[StreamRecord], *, after_s: float = 0.0) -> list[fl
         for before, after in zip(record.arrivals_ns, record.arrivals_ns[1:], strict=False)
         if before >= begun_ns
     ]
-
-
-class Card:
-    """The GPU's own account of its memory, without a context of ours."""
-
-    def __init__(self) -> None:
-        # Comes with the driver's Python package: only machines with a GPU have it.
-        self._nvml: Any = importlib.import_module("pynvml")
-        self._nvml.nvmlInit()
-        self._handle = self._nvml.nvmlDeviceGetHandleByIndex(0)
-
-    @property
-    def name(self) -> str:
-        """As the driver calls it."""
-        found = self._nvml.nvmlDeviceGetName(self._handle)
-        return found.decode() if isinstance(found, bytes) else str(found)
-
-    @property
-    def driver(self) -> str:
-        """Version of the driver."""
-        found = self._nvml.nvmlSystemGetDriverVersion()
-        return found.decode() if isinstance(found, bytes) else str(found)
-
-    def release(self) -> None:
-        """Say good-bye to the driver."""
-        self._nvml.nvmlShutdown()
-
-    def used_mib(self) -> float:
-        """Memory that anybody uses."""
-        return float(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used) / _MIB
-
-    def settled_mib(self, *, still_s: float = 0.7, timeout_s: float = 15.0) -> float:
-        """The same, once it has stopped moving."""
-        deadline = time.monotonic() + timeout_s
-        last, since = self.used_mib(), time.monotonic()
-        while time.monotonic() - since < still_s and time.monotonic() < deadline:
-            time.sleep(0.02)
-            if abs((now := self.used_mib()) - last) > 1.0:
-                last, since = now, time.monotonic()
-        return last
-
-
-class NoCard(Card):
-    """For a rehearsal on a machine without a GPU."""
-
-    name = "no card"
-    driver = "none"
-
-    def __init__(self) -> None:
-        pass
-
-    def release(self) -> None:
-        """Nothing to do."""
-
-    def used_mib(self) -> float:
-        """Nothing is used."""
-        return 0.0
-
-
-class MemoryWatch:
-    """Samples the card's memory in a thread: when did it fall below a mark?"""
-
-    def __init__(self, card: Card) -> None:
-        self._card = card
-        self._samples: list[tuple[float, float]] = []
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        while not self._done.is_set():
-            self._samples.append((time.monotonic(), self._card.used_mib()))
-            time.sleep(0.001)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._done.set()
-        self._thread.join(5)
-
-    def fell_ms(self, since_s: float, below_mib: float, *, timeout_s: float = 5.0) -> float | None:
-        """Milliseconds from `since_s` until less than that was used; None if it never was."""
-        deadline = time.monotonic() + timeout_s
-        seen = 0
-        while time.monotonic() < deadline:
-            while seen < len(self._samples):
-                at_s, used = self._samples[seen]
-                seen += 1
-                if at_s >= since_s and used < below_mib:
-                    return (at_s - since_s) * 1e3
-            time.sleep(0.005)
-        return None
 
 
 def timed_ms(work: Callable[[], object]) -> float:

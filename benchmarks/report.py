@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,9 +14,20 @@ from typing import Final
 
 from chaos.judge import Spread
 
-__all__ = ["Machine", "Row", "commit", "markdown_table", "this_machine", "write_report"]
+__all__ = [
+    "Machine",
+    "Row",
+    "commit",
+    "is_same_commit",
+    "markdown_table",
+    "this_machine",
+    "write_report",
+    "write_whole",
+]
 
 ROOT: Final = Path(__file__).resolve().parent.parent
+_REPORTS: Final = "docs/benchmarks"
+_COMMIT: Final = re.compile(r"[0-9a-f]{7,40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +67,32 @@ def this_machine() -> Machine:
 
 
 def commit() -> str:
-    """The commit that was measured; says so when the tree holds more than it."""
+    """The commit that was measured; says so when the tree holds more than it.
+
+    What measurements write into the tree is no change of what is measured.
+    """
     head = _git("rev-parse", "--short=12", "HEAD")
-    return f"{head} with local changes" if _git("status", "--porcelain", "-uno") else head
+    changes = _git("status", "--porcelain", "-uno", "--", ".", f":(exclude){_REPORTS}")
+    return f"{head} with local changes" if changes else head
+
+
+def is_same_commit(one: str, other: str) -> bool:
+    """Whether two results of `commit`, in short or long form, surely name the same code.
+
+    Local changes may be any changes, so they are never the same.
+    """
+    shorter, longer = sorted((one, other), key=len)
+    return bool(_COMMIT.fullmatch(shorter)) and longer.startswith(shorter)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file in one step: a reader, or the end of this process, never meets half of it."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, "utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def write_report(
@@ -70,7 +105,7 @@ def write_report(
     directory.mkdir(parents=True, exist_ok=True)
     summary = [{**asdict(row.spread), "what": row.what, "rounds": row.rounds} for row in rows]
     whole = {**head, "summary_ms": summary, "data": data}
-    (directory / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+    write_whole(directory / f"{name}.json", json.dumps(whole, indent=1) + "\n")
     page = (
         f"# {title}\n\n"
         f"{now:%Y-%m-%d %H:%M} UTC, commit {head['commit']}; {machine.cpu}, {machine.cores} cores, "
@@ -78,7 +113,7 @@ def write_report(
         f"torch {machine.torch}.\n\n{text}\n\n{markdown_table(rows)}"
     )
     path = directory / f"{name}.md"
-    path.write_text(page, "utf-8")
+    write_whole(path, page)
     return path
 
 
