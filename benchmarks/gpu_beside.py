@@ -54,7 +54,7 @@ def _check_beginnings(records: list[StreamRecord], texts: dict[str, str]) -> Non
     for record in records:
         expected = texts[record.request.name]
         length = min(len(record.text), len(expected))
-        if record.text[:length] != expected[:length]:
+        if not length or record.text[:length] != expected[:length]:
             raise BrokenStreamError(
                 f"{record.request.name}: {record.text[:length]!r} instead of {expected[:length]!r}"
             )

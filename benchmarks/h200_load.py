@@ -2,7 +2,8 @@
 
 Makes its own checkpoints in a memory file system, so that a read costs what it costs from the page
 cache, and measures in one run: the limits (pinned memory to device, reading alone), our loader, and
-what other loaders reach from the same files on the same card. Steps run in order of their value;
+what other loaders reach from the same files on the same card. It needs 83 GiB free in the folder of
+`--work`, 6 GiB on the disk of `--disk`, and some three minutes. Steps run in order of their value;
 each writes the report anew, so a run that is cut short leaves what it had.
 
 Other loaders are used where they are installed and are left out, by name, where they are not.
@@ -11,7 +12,6 @@ Other loaders are used where they are installed and are left out, by name, where
 import argparse
 import contextlib
 import ctypes
-import datetime
 import json
 import os
 import shutil
@@ -27,14 +27,14 @@ from typing import Any, Final
 import msgspec
 
 from benchmarks.checkpoints import MODELS, make_checkpoint
-from benchmarks.report import commit, this_machine
+from benchmarks.h200_load_report import NotHereError, Report
 from cache.arena import backend_for
 from cache.checkpoint import read_checkpoint
 from cache.client import AttachedWeights, KvMemory, attach, open_kv
 from cache.cudadriver import call, use_context
 from cache.cudamapping import CudaMapping
 from cache.devicefilling import BUFFER_BYTES, fill_device
-from cache.errors import CacheError
+from cache.errors import CacheError, UnderstudyError
 from cache.loader import plan_of
 from cache.plan import LoadPlan
 from cache.protocol import PROTOCOL, VERSION, CacheStatus, Donate, KvGeometry, Load, LoadSpec
@@ -88,53 +88,6 @@ for _ in range(int(sys.argv[2])):
     del kept; torch.cuda.empty_cache()
 print(json.dumps(times))
 """
-
-
-class Report:
-    """What was measured so far, on disk after every step."""
-
-    def __init__(self, out: Path, deadline: float) -> None:
-        self.out, self.deadline = out, deadline
-        self.data: dict[str, Any] = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": commit(),
-            "machine": msgspec.to_builtins(this_machine()),
-        }
-        self.rows: list[tuple[str, str, str]] = []
-
-    def row(self, what: str, figure: str, note: str = "") -> None:
-        self.rows.append((what, figure, note))
-        print(f"{what}: {figure} {note}", flush=True)  # noqa: T201 - the progress of a long run
-
-    def save(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "h200_load.json").write_text(json.dumps(self.data, indent=1) + "\n", "utf-8")
-        machine = self.data["machine"]
-        lines = [
-            "# Loading and mapping on one H200",
-            "",
-            f"{self.data['date']}, commit {self.data['commit']}; {machine['cpu']}, "
-            f"{machine['cores']} cores, Python {machine['python']}, torch {machine['torch']}. "
-            "Files in a memory file system unless said otherwise; GiB/s are of file bytes.",
-            "",
-            "| what | figure | note |",
-            "|---|--:|---|",
-            *(f"| {what} | {figure} | {note} |" for what, figure, note in self.rows),
-        ]
-        (self.out / "h200_load.md").write_text("\n".join(lines) + "\n", "utf-8")
-
-    def step(self, name: str, needs_s: float, work: Callable[[], Any]) -> None:
-        """Run a step if there is time for it; what goes wrong is part of the report."""
-        if time.monotonic() + needs_s > self.deadline:
-            self.row(name, "left out", "no time left")
-        else:
-            started_s = time.monotonic()
-            try:
-                self.data[name] = work()
-            except (CacheError, OSError, RuntimeError, subprocess.SubprocessError) as error:
-                self.row(name, "failed", str(error)[:200])
-            self.data.setdefault("step_seconds", {})[name] = time.monotonic() - started_s
-        self.save()
 
 
 def rate(size_bytes: int, seconds: float) -> str:
@@ -480,7 +433,7 @@ def cold(report: Report, disk: Path) -> dict[str, float]:
     folder = make_checkpoint(disk / "cold", config)
     try:
         if not drop_caches():
-            raise RuntimeError("the page cache cannot be dropped here")
+            raise NotHereError("the page cache cannot be dropped here")
         found = {"limit": read_limit(report, folder, "cold disk", direct=True)}
         drop_caches()
         found["ours"] = ours(report, folder, "cold disk", repeat=1)["best_bytes_per_s"]
@@ -492,19 +445,25 @@ def cold(report: Report, disk: Path) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure what time allows."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure what time allows; 0 when every step that was run came through."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=_ROOT / "docs" / "benchmarks")
     parser.add_argument("--work", type=Path, default=Path("/dev/shm/understudy"))  # noqa: S108
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp/understudy"))  # noqa: S108
     parser.add_argument("--deadline", type=float, default=540.0, metavar="S")
     parser.add_argument("--only", default="", help="names of steps, with commas between")
     arguments = parser.parse_args()
-    report = Report(arguments.out, time.monotonic() + arguments.deadline)
+    try:
+        report = Report(arguments.out, time.monotonic() + arguments.deadline)
+    except UnderstudyError as error:
+        sys.stderr.write(f"error: {error.stable_code}: {error}\n")
+        return 2
     small, large = arguments.work / "llama-8b", arguments.work / "llama-70b-fp8"
     arguments.work.mkdir(parents=True, exist_ok=True)
     steps: dict[str, tuple[float, Callable[[], Any]]] = {
-        "make 8b": (20, lambda: str(make_checkpoint(small, MODELS["llama-8b"]))),
+        "make 8b": (20, lambda: make_checkpoint(small, MODELS["llama-8b"]).name),
         "pinned": (3, lambda: pinned_limit(report)),
         "read first": (5, lambda: read_limit(report, small, "memory file system, first time")),
         "read": (5, lambda: read_limit(report, small, "memory file system, again")),
@@ -521,7 +480,7 @@ def main() -> int:
             lambda: tune(report, small, "fp8_block", ((4, 16), (8, 8), (8, 32), (16, 16))),
         ),
         "cold": (30, lambda: cold(report, arguments.disk)),
-        "make 70b": (15, lambda: str(make_checkpoint(large, MODELS["llama-70b-fp8"]))),
+        "make 70b": (15, lambda: make_checkpoint(large, MODELS["llama-70b-fp8"]).name),
         "large": (20, lambda: ours(report, large, "70B block FP8", quantization="fp8_block",
                                    repeat=2)),
         "daemon 70b": (
@@ -531,7 +490,7 @@ def main() -> int:
     for name, (needs_s, work) in steps.items():
         if not arguments.only or name in arguments.only.split(","):
             report.step(name, needs_s, work)
-    return 0
+    return 1 if report.failed else 0
 
 
 if __name__ == "__main__":
