@@ -18,9 +18,10 @@ __all__ = ["Book", "BrokenBookError", "page"]
 
 _CHECKED: Final = (
     "Random weights of real shapes; streams run through the real gateway, half greedy and half at "
-    "temperature 1 (all greedy in `speed`). Every stream was complete. Where an experiment says "
-    "what its texts were equal to, one token that was lost, repeated or computed differently would "
-    "have made it fail. A sample is one stream at one event, or one event."
+    "temperature 1 (all greedy in `speed`). Every stream was complete, but for those of a batch "
+    "engine that was evicted. Where an experiment says what its texts were equal to, one token "
+    "that was lost, repeated or computed differently would have made it fail. A sample is one "
+    "stream at one event, or one event."
 )
 
 
