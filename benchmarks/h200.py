@@ -104,7 +104,7 @@ class WholeRun(Run):
             self.note("standby", f"SIGKILL of the standby while eight short streams decode. "
                       f"{_SAME}",
                       lambda: kill_standby(at, kills=max(2, self.kills // 2)))  # fmt: skip
-        if self.wants("stop-switch", needs_s=120):
+        if self.wants("stop-switch", needs_s=130):
             self.note("stop-switch", f"SIGSTOP of the primary, and planned switchovers, under "
                       f"eight short streams. {_SAME}",
                       lambda: stop_and_switch(at, stops=self.kills, switches=20))  # fmt: skip
@@ -206,7 +206,8 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
                         help=f"some of {', '.join(EXPERIMENTS)}")  # fmt: skip
     parser.add_argument("--again", action="store_true",
                         help="measure what was measured at this commit, too")  # fmt: skip
-    parser.add_argument("--kills", type=int, default=SIZES["kills"])
+    parser.add_argument("--kills", type=int, default=SIZES["kills"],
+                        help="of the primary; half as many of the standby (%(default)s)")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=SIZES["tokens"],
                         help="tokens of each long stream")  # fmt: skip
     parser.add_argument("--scale", type=float, default=SIZES["scale"],

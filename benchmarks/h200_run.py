@@ -30,7 +30,7 @@ _TINY: Final = {
 }  # fmt: skip
 
 
-SIZES: Final = {"kills": 40, "tokens": 2800, "scale": 1.0, "layers": None, "rehearse": False}
+SIZES: Final = {"kills": 21, "tokens": 2800, "scale": 1.0, "layers": None, "rehearse": False}
 """Options that change what is measured, and what they are in a whole run."""
 
 
