@@ -207,7 +207,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true",
                         help="measure what was measured at this commit, too")  # fmt: skip
     parser.add_argument("--kills", type=int, default=SIZES["kills"],
-                        help="of the primary; half as many of the standby (%(default)s)")  # fmt: skip
+                        help="of the primary; half as many of standbys (%(default)s)")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=SIZES["tokens"],
                         help="tokens of each long stream")  # fmt: skip
     parser.add_argument("--scale", type=float, default=SIZES["scale"],
