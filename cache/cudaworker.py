@@ -8,11 +8,11 @@ starts in half a second.
 Invariants
     1. Weights are mapped read-only, so a scrub cannot do harm.
     2. The daemon waits with a deadline, kills the worker at it, and gets the worker's own error.
+       A worker that does not end then is left behind: it keeps no thread of the daemon.
 """
 
 import contextlib
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -21,14 +21,9 @@ from typing import Final
 
 import msgspec
 
+from cache.children import ask_child
 from cache.cudadriver import device_ordinal
-from cache.errors import (
-    DeadlineExceededError,
-    ErrorBody,
-    LoadFailedError,
-    RemoteError,
-    UnderstudyError,
-)
+from cache.errors import ErrorBody, LoadFailedError, RemoteError, UnderstudyError
 from cache.protocol import Scrubbed, TensorEntry
 
 __all__ = ["Job", "main", "scrub_in_child", "zero_in_child"]
@@ -37,7 +32,9 @@ ARGV: Final = (sys.executable, "-m", "cache.cudaworker")
 
 _ZERO_TIMEOUT_S: Final = 60.0
 _SCRUB_START_S: Final = 60.0
-_POLL_S: Final = 0.05
+_MAX_ANSWER_BYTES: Final = 16 << 20
+"""Room for the name of every tensor of a model, should all of them be damaged."""
+
 _BATCH_BYTES: Final = 256 << 20
 """A scrub looks at its rate after this many bytes; the kernel takes 0.1 ms for them."""
 
@@ -83,27 +80,12 @@ def scrub_in_child(job: Job, *, stop: threading.Event) -> Scrubbed | None:
 
 
 def _run(job: Job, *, timeout_s: float, stop: threading.Event | None) -> _Answer | None:
-    child = subprocess.Popen(
-        ARGV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=job.fds, close_fds=True
-    )
-    pipe: bytes | None = msgspec.json.encode(job)
-    deadline = time.monotonic() + timeout_s
-    try:
-        while True:
-            try:
-                out, _ = child.communicate(pipe, timeout=_POLL_S)
-                break
-            except subprocess.TimeoutExpired:
-                pipe = None  # communicate goes on writing what it was given first
-            if stop is not None and stop.is_set():
-                return None
-            if time.monotonic() > deadline:
-                raise DeadlineExceededError("work on device memory", timeout_s=timeout_s)
-    finally:
-        if child.poll() is None:
-            child.kill()
-            child.communicate()
-    return _answer(out, child.returncode)
+    ended = ask_child(
+        ARGV, what="work on device memory", timeout_s=timeout_s,
+        max_output_bytes=_MAX_ANSWER_BYTES, data=msgspec.json.encode(job), pass_fds=job.fds,
+        stop=stop,
+    )  # fmt: skip
+    return None if ended is None else _answer(ended.output, ended.returncode)
 
 
 def _answer(out: bytes, returncode: int) -> _Answer:
