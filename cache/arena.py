@@ -95,6 +95,11 @@ class ArenaBackend(Protocol):
         """The device string that `backend_for` was given."""
         ...
 
+    @property
+    def device_uuid(self) -> str:
+        """The name that the driver's own tools give the device; empty for host memory."""
+        ...
+
     def create(self, purpose: Purpose, total_bytes: int) -> Arena:
         """Make the extents of a new arena. Host memory reads as zero from the start.
 

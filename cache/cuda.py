@@ -32,7 +32,7 @@ from cache.cudadriver import (
 )
 from cache.cudamapping import CudaMapping
 from cache.cudaworker import zero_in_child
-from cache.errors import ArenaMemoryError, CudaError, SealError
+from cache.errors import ArenaMemoryError, CudaError, SealError, UnderstudyError
 from cache.gpumemory import describe_use
 from cache.received import is_same_memory
 from cache.wire import MAX_FDS_PER_FRAME
@@ -70,6 +70,7 @@ class CudaBackend:
         self.device: Final = device
         self.ordinal: Final = device_ordinal(device)
         initialise(self.ordinal)
+        self.device_uuid: Final = device_uuid(self.ordinal)
 
     def create(self, purpose: Purpose, total_bytes: int) -> Arena:
         """See `ArenaBackend.create`; takes the memory at once, 0.2 ms an extent."""
@@ -82,7 +83,7 @@ class CudaBackend:
             arena.close()
             if error.error != OUT_OF_MEMORY:
                 raise
-            raise self._memory_error(purpose, total_bytes) from error
+            raise self._memory_error(purpose, total_bytes, "memory") from error
         except BaseException:
             arena.close()
             raise
@@ -97,12 +98,12 @@ class CudaBackend:
         os.set_inheritable(fd, False)
         return fd
 
-    def _memory_error(self, purpose: Purpose, total_bytes: int) -> ArenaMemoryError:
-        use = describe_use(device_uuid(self.ordinal))
+    def _memory_error(self, purpose: Purpose, total_bytes: int, lack: str) -> ArenaMemoryError:
+        use = describe_use(self.device_uuid)
         return ArenaMemoryError(
             purpose,
             total_bytes,
-            f"{self.device} has not enough memory left ({use.text})",
+            f"{self.device} has not enough {lack} left ({use.text})",
             hint="stop what else holds the card, or use fewer KV slots, a shorter max_length or "
             "a smaller model",
             details={"device": self.device, **use.details},
@@ -112,10 +113,18 @@ class CudaBackend:
         """Clear KV in a short-lived process; weights are overwritten anyway.
 
         Raises:
-            CudaError, MappingError: the memory cannot be cleared.
+            ArenaMemoryError: the process found no memory for its CUDA context.
+            RemoteError, LoadFailedError, DeadlineExceededError: the memory cannot be cleared.
         """
-        if arena.purpose != "weights":
+        if arena.purpose == "weights":
+            return
+        try:
             zero_in_child(self.device, arena.fds, arena.extent_bytes)
+        except UnderstudyError as error:
+            if error.details.get("error") != OUT_OF_MEMORY:
+                raise
+            lack = "memory for the process that clears it"
+            raise self._memory_error(arena.purpose, arena.total_bytes, lack) from error
 
     def map(
         self,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from cache.arena import Arena, ArenaBackend
 from cache.errors import ArenaMemoryError
+from cache.gpumemory import name_holders
 from cache.protocol import CacheState, CacheStatus, Client, LoadSpec, Manifest
 from cache.rpc import RpcPeer
 
@@ -106,10 +107,16 @@ class Holdings:
             fingerprint=run.fingerprint if run else fingerprint,
             kv=kv.geometry if kv else None,
             error=self.fence or self.error,
+            device_uuid=self.backend.device_uuid,
         )
 
     def explained(self, error: ArenaMemoryError) -> ArenaMemoryError:
-        """An out-of-memory error that says what we hold ourselves."""
+        """An out-of-memory error that says what we hold ourselves, and which pid is which engine.
+
+        The backend knows what the driver says of a pid; who that is, only our connections tell.
+        """
+        peers = {peer.pid: peer.hello.instance for peer in self.attached if peer.hello is not None}
+        error.message = name_holders(error.message, peers)
         return error.with_holdings(
             weights_bytes=self.weights.arena.total_bytes if self.weights else 0,
             kv_bytes=self.kv.arena.total_bytes if self.kv else 0,

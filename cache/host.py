@@ -104,6 +104,7 @@ class HostBackend:
     """Arenas in memfds. Stateless: the arenas own everything."""
 
     device: Final = "cpu"
+    device_uuid: Final = ""
 
     def create(self, purpose: Purpose, total_bytes: int) -> Arena:
         """See `ArenaBackend.create`."""

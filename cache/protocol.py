@@ -199,6 +199,7 @@ class CacheStatus(msgspec.Struct, frozen=True):
     fingerprint: Fingerprint | None = None
     kv: KvGeometry | None = None
     error: ErrorBody | None = None
+    device_uuid: str = ""  # as nvidia-smi names it; empty on the CPU, and from an older daemon
 
 
 class HelloReply(msgspec.Struct, frozen=True):

@@ -5,10 +5,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +23,7 @@ from cache.client import load_private
 from cache.cuda import CudaBackend, split_device_extents
 from cache.cudadriver import is_sticky
 from cache.cudamapping import CudaMapping
+from cache.donation import make_kv
 from cache.errors import (
     ArenaMemoryError,
     BackendNotBuiltError,
@@ -35,9 +38,12 @@ from cache.errors import (
     SealError,
 )
 from cache.gpumemory import MemoryUse, describe_use, parse_use
+from cache.holdings import Holdings
 from cache.loader import plan_of
 from cache.manifest import owned_tensors
+from cache.protocol import KvGeometry
 from cache.received import is_same_memory
+from cache.rpc import Hello
 from cache.transfers import plan_reads
 from cache.wire import MAX_FDS_PER_FRAME
 from tests.harness.checkpoints import make_checkpoint, spec_for
@@ -45,6 +51,7 @@ from tests.harness.fake_cuda import GRANULE, FakeDriver, installed, tensor_on_ho
 
 if TYPE_CHECKING:
     from cache.protocol import Progress
+    from cache.rpc import RpcPeer
 
 SIZE_BYTES = 5 * GRANULE - 1000
 
@@ -175,6 +182,49 @@ def test_out_of_memory_gives_everything_back_and_says_who_holds_it(
     ):
         assert words in str(error)
     assert error.details["free_bytes"] == 100 << 20
+
+
+@dataclass(frozen=True)
+class AttachedPeer:
+    pid: int
+    hello: Hello
+
+
+def test_kv_that_cannot_be_cleared_for_lack_of_memory_says_which_engine_holds_it(
+    driver: FakeDriver, backend: CudaBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that clears it needs a CUDA context: the last 500 MiB may not be there."""
+    monkeypatch.setattr(cuda, "zero_in_child", cudaworker.zero_in_child)
+    lack = CudaError("cuDevicePrimaryCtxRetain", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+    answer = msgspec.json.encode(cudaworker._Answer(error=lack.to_body())).decode()
+    monkeypatch.setattr(cudaworker, "ARGV", (sys.executable, "-c", f"print({answer!r})"))
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        "#!/bin/sh\ncase $2 in *gpu=*) echo 100, 143771;; *) printf '812, 1420\\n81, 7\\n';; esac\n"
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    held = Holdings("cache-1", "cuda:0", backend)
+    held.attached.add(cast("RpcPeer", AttachedPeer(812, Hello("p", 1, "chat-a-3fd0"))))
+    with pytest.raises(ArenaMemoryError) as caught:
+        make_kv(backend, KvGeometry(2, 3, 2, 32, 16, "float32"))
+    assert not driver.handles
+    text = str(held.explained(caught.value))
+    assert "not enough memory for the process that clears it" in text
+    assert "held by chat-a-3fd0 (pid 812): 1,420 MiB, pid 81: 7 MiB" in text
+    assert "attached: chat-a-3fd0" in text
+    assert held.status().device_uuid == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+
+
+def test_any_other_trouble_of_the_clearing_process_stays_what_it_is(
+    backend: CudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise RemoteError(CudaError("cuMemsetD8", "CUDA_ERROR_ILLEGAL_ADDRESS").to_body())
+
+    monkeypatch.setattr(cuda, "zero_in_child", fail)
+    with pytest.raises(RemoteError, match="ILLEGAL_ADDRESS"):
+        make_kv(backend, KvGeometry(2, 3, 2, 32, 16, "float32"))
 
 
 def test_an_unknown_holder_is_no_second_error(
