@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cache.errors import DeadlineExceededError, ProtocolError
+from cache.errors import CacheError, DeadlineExceededError, ProtocolError
 
-__all__ = ["END_S", "Ended", "ask_child"]
+__all__ = ["END_S", "ChildLeftError", "Ended", "ask_child"]
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,19 @@ _CHUNK_BYTES: Final = 64 << 10
 
 _left: list[tuple[str, "subprocess.Popen[bytes]"]] = []  # what they were for; guarded by _lock
 _lock = threading.Lock()
+
+
+class ChildLeftError(CacheError):
+    """A process does not end although it was killed, so no other of its kind is started."""
+
+    code = "child_left"
+
+    def __init__(self, what: str, pid: int) -> None:
+        super().__init__(
+            f"{what}: pid {pid} was killed and has not ended",
+            hint=f"the kernel holds it: see /proc/{pid}/stack and dmesg",
+            details={"pid": pid},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +79,13 @@ def ask_child(
 
     Raises:
         OSError: it cannot be started.
-        DeadlineExceededError: it took too long, or (`alone`) an earlier one has not ended.
+        DeadlineExceededError: it took too long.
+        ChildLeftError: an earlier one has not ended, and this one was to be `alone`.
         ProtocolError: it wrote more than `max_output_bytes`.
     """
-    if _bury(what) and alone:
-        raise DeadlineExceededError(f"the end of an earlier process for {what}", timeout_s=END_S)
+    left = _bury(what)
+    if left and alone:
+        raise ChildLeftError(what, left[0])
     child = subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, bufsize=0,
         pass_fds=pass_fds, close_fds=True,
@@ -168,8 +183,8 @@ def _end(child: "subprocess.Popen[bytes]", what: str) -> None:
             _left.append((what, child))
 
 
-def _bury(what: str) -> bool:
-    """Reap those that have ended meanwhile; whether one of this kind has not."""
+def _bury(what: str) -> list[int]:
+    """Reap those that have ended meanwhile; the pids of those of this kind that have not."""
     with _lock:
         _left[:] = [(kind, child) for kind, child in _left if child.poll() is None]
-        return any(kind == what for kind, _ in _left)
+        return [child.pid for kind, child in _left if kind == what]

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cache.children import ask_child
-from cache.errors import CacheError, UnderstudyError
+from cache.children import ChildLeftError, ask_child
+from cache.errors import CacheError, DeadlineExceededError, ProtocolError
 
 __all__ = [
     "CardMemory",
@@ -114,8 +114,12 @@ def _ask(
         )  # fmt: skip
     except OSError as error:
         raise CardUnknownError(error.strerror or str(error)) from error
-    except UnderstudyError as error:
-        raise CardUnknownError(str(error)) from error
+    except DeadlineExceededError as error:
+        raise CardUnknownError(f"no answer within {_TIMEOUT_S:g} s") from error
+    except ChildLeftError as error:
+        raise CardUnknownError(error.message.partition(": ")[2]) from error
+    except ProtocolError as error:
+        raise CardUnknownError(f"more than {_MAX_OUTPUT_BYTES} bytes came") from error
     if ended is None:
         return None
     text = ended.output.decode(errors="replace")

@@ -160,7 +160,22 @@ def _group_line(group: Mapping[str, Any]) -> "Text":
         line.append(f"\n  cache {cache.get('device', '-')}: {_process(cache)}, ")
         line.append(f"weights {_size(cache.get('weights_bytes'))}, ")
         line.append(f"KV {_size(cache.get('kv_bytes'))}, {_count(cache.get('attached'))} attached")
+    for memory in _items(group, "device_memory"):
+        line.append(f"\n  memory {memory.get('device', '-')}: {_device_memory(memory)}")
     return line
+
+
+def _device_memory(memory: Mapping[str, Any]) -> str:
+    """The card as the driver reports it; memory that several map may be in each one's figure."""
+    error, age_s = memory.get("error"), memory.get("age_s")
+    if not isinstance(memory.get("total_bytes"), int):
+        return f"not known ({error or 'no figures'})"
+    text = f"{_size(memory.get('free_bytes'))} of {_size(memory.get('total_bytes'))} free"
+    uses = [(str(e.get("name", "-")), e.get("used_bytes")) for e in _items(memory, "engines")]
+    uses.append(("others", memory.get("others_bytes")))
+    named = [f"{name} {_size(used)}" for name, used in uses if isinstance(used, int)]
+    text += f"; the driver says {', '.join(named)}" if named else ""
+    return text + (f"; {_duration(age_s)} ago: {error}" if error else "")
 
 
 def _engine_table(group: Mapping[str, Any]) -> "Table":

@@ -29,6 +29,7 @@ from cache.protocol import CacheStatus
 from engines.contract import EngineStatus
 from supervisor.gateway.protocol import GatewayStatus
 from supervisor.observe.cachemetrics import CacheCollector
+from supervisor.observe.devicememory import DeviceMemoryCollector, DeviceMemoryReport
 from supervisor.observe.events import EventLog
 from supervisor.observe.gatewaymetrics import GatewayCollector
 from supervisor.observe.journal import Journal
@@ -76,7 +77,10 @@ class Metrics:
             workers, _models(topology), (g.name for g in topology.groups)
         )
         self._cache = CacheCollector((g.name, d) for g in topology.groups for d in g.devices)
-        for collector in (self._gateway, self._cache):
+        self._device_memory = DeviceMemoryCollector(
+            (g.name, g.devices[0]) for g in topology.groups if g.devices[0].startswith("cuda")
+        )
+        for collector in (self._gateway, self._cache, self._device_memory):
             self.registry.register(collector)
         ProcessCollector(namespace="understudy", registry=self.registry)
         self._zeros(topology, workers)
@@ -154,6 +158,10 @@ class Metrics:
         else:
             self._cache.update(group, status)
 
+    def set_device_memory(self, group: str, report: DeviceMemoryReport) -> None:
+        """How the memory of the group's card is used."""
+        self._device_memory.update(group, report)
+
     # ---------------------------------------------------------------- engines
 
     def set_engine(
@@ -180,7 +188,7 @@ class Metrics:
         self._engine_start.labels(group, how).observe(seconds)
 
     def attach(self, group: str, seconds: float) -> None:
-        """An engine mapped the weights."""
+        """An engine received, mapped and bound the weights."""
         self._attach.labels(group).observe(seconds)
 
     def canary(self, group: str, engine: str, seconds: float, *, matches: bool) -> None:
@@ -338,7 +346,12 @@ class Metrics:
         self._engine_start = self._histogram(
             "engine_start_seconds", "From spawn to ready, by how.", "group", "how"
         )
-        self._attach = self._histogram("attach_seconds", "Time to map the weights.", "group")
+        self._attach = self._histogram(
+            "attach_seconds",
+            "Time to receive, map and bind the weights; for the first engine the load is part "
+            "of it.",
+            "group",
+        )
         self._canary = self._histogram("canary_seconds", "Time of known-answer checks.", "group")
         self._canary_failures = self._counter(
             "canary_failures", "Known-answer checks with a wrong answer.", *labels

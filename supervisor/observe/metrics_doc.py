@@ -4,6 +4,7 @@ import sys
 
 from prometheus_client.core import Metric
 
+from supervisor.observe.devicememory import DeviceMemoryReport, EngineUse
 from supervisor.observe.metrics import Metrics
 from supervisor.topology.schema import Topology
 
@@ -15,9 +16,10 @@ _HEAD = """\
 Printed from the registry by `python -m supervisor.observe.metrics_doc`; do not edit.
 
 `GET /metrics` on the admin address. Every series of the topology's names is there from the first
-scrape. Counters of gateway workers are summed per place (`gateway-0`), across restarts of its
-process, so they never go backwards while the supervisor lives. State sets are one-hot: exactly
-one state has the value 1. Durations are seconds, sizes are bytes.
+scrape, but those of device memory: groups on a GPU have them, while they are known. Counters of
+gateway workers are summed per place (`gateway-0`), across restarts of its process, so they never
+go backwards while the supervisor lives. State sets are one-hot: exactly one state has the value 1.
+Durations are seconds, sizes are bytes.
 
 | metric | type | labels | meaning |
 |---|---|---|---|
@@ -46,6 +48,9 @@ def render_metrics_doc() -> str:
     """The whole document."""
     metrics = Metrics(Topology.model_validate(_EXAMPLE))
     metrics.admin_request("GET", "/v1/status", 200, 0.0)  # its labels come with the first request
+    engines = (EngineUse("a", 1, 1),)  # those of device memory come with the first answer
+    memory = DeviceMemoryReport("cuda:0", total_bytes=1, engines=engines, age_s=0.0)
+    metrics.set_device_memory("chat", memory)
     families = sorted(metrics.registry.collect(), key=lambda family: family.name)
     return _HEAD + "".join(_row(family) for family in families)
 

@@ -11,6 +11,7 @@ connection by another way.
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ from typing import Protocol
 
 import msgspec
 
+from cache.gpumemory import CardMemory
 from cache.rpc import Hello, RpcClient
 from cache.wire import Event
 from supervisor.health.http import probe_health
+from supervisor.observe.cardasker import CardAsker
 from supervisor.process import (
     ExitEvidence,
     ExitWatcher,
@@ -197,6 +200,13 @@ class Machine(Protocol):
     def cpu(self, pid: int) -> CpuLook:
         """The scheduler's account of a process that lives."""
 
+    async def card_memory(self, uuid: str, *, stop: threading.Event) -> CardMemory | None:
+        """How the memory of a card is used, as the driver reports it; None once `stop` is set.
+
+        Raises:
+            CardUnknownError: no answer in time, or none that can be understood.
+        """
+
     async def left_behind(self, state_id: str) -> list[LeftBehind]:
         """Every process that a former supervisor of this state directory left."""
 
@@ -220,6 +230,7 @@ class LocalMachine:
         self._watcher = watcher
         self._running_ns = running_ns
         self._core_dumps = core_dumps
+        self._cards = CardAsker()
 
     def spawn(
         self, argv: Sequence[str], *, env: Mapping[str, str], log_path: Path, marker: Marker,
@@ -277,6 +288,10 @@ class LocalMachine:
             run_delay_ns=sum(s.run_delay_ns for s in sched),
             is_runnable=any(t.state == "R" for t in read_threads(pid).values()),
         )
+
+    async def card_memory(self, uuid: str, *, stop: threading.Event) -> CardMemory | None:
+        """See `Machine`."""
+        return await self._cards.ask(uuid, stop=stop)
 
     async def left_behind(self, state_id: str) -> list[LeftBehind]:
         """See `Machine`."""

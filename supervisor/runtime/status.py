@@ -1,10 +1,12 @@
 """The body of `GET /v1/status`: a stable schema (design section 10); keys are only ever added."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from supervisor.core.states import EngineState
+from supervisor.observe.devicememory import DeviceMemoryReport
 from supervisor.runtime.engine import EngineUnit
 from supervisor.runtime.gateways import GatewayFleet
 from supervisor.runtime.group import GroupRuntime
@@ -20,8 +22,10 @@ _ROLES = {
 }
 
 
-def group_status(group: GroupRuntime) -> dict[str, Any]:
-    """One group."""
+def group_status(
+    group: GroupRuntime, device_memory: Sequence[DeviceMemoryReport] = ()
+) -> dict[str, Any]:
+    """One group, and the memory of its cards; none for a group on the CPU."""
     primary = group.primary
     return {
         "name": group.name,
@@ -42,6 +46,7 @@ def group_status(group: GroupRuntime) -> dict[str, Any]:
             "trouble": group.zygote.starts.trouble or None,
         },
         "cache": [_cache_status(group)] if group.cache is not None else [],
+        "device_memory": [report.as_status() for report in device_memory],
         "engines": [engine_status(e) for e in group.engines],
     }
 

@@ -17,6 +17,7 @@ from supervisor.observe.journal import Journal, JournalState
 from supervisor.observe.looplag import LoopLag
 from supervisor.runtime.adoption import adopt
 from supervisor.runtime.degraded import Degraded
+from supervisor.runtime.devicememory import DeviceMemoryWatch
 from supervisor.runtime.gateways import GatewayFleet
 from supervisor.runtime.group import GroupRuntime
 from supervisor.runtime.keeping import Keeping
@@ -86,6 +87,7 @@ class SupervisorRuntime:
         ]  # fmt: skip
         self.keeping.recall()
         self._watches = [GroupWatch(g, lag) for g in self.groups]
+        self._device_memory = DeviceMemoryWatch(services, self.groups)
         self._janitor: asyncio.Task[None] | None = None
         self._tasks = KeyedTasks(topology.name, on_end=lambda: None)
         self._started_s = services.clock.monotonic()
@@ -117,6 +119,7 @@ class SupervisorRuntime:
         for group, watch in zip(self.groups, self._watches, strict=True):
             group.open()
             watch.start()
+        self._device_memory.start()
         await self.fleet.routes.push(timeout_s=2.0)
         try:
             await self._all_serve()
@@ -187,6 +190,7 @@ class SupervisorRuntime:
         self.services.events.append("stopping", f"{self.services.topology.name} is stopping")
         for watch in self._watches:
             watch.stop()
+        await self._device_memory.stop()
         for group in self.groups:
             await group.tasks.cancel()
         self.fleet.close()
@@ -312,5 +316,5 @@ class SupervisorRuntime:
             },
             "addresses": {"gateway": self.fleet.address, "admin": self.admin_address},
             "gateway": [gateway_status(self.fleet, w) for w in self.fleet.workers],
-            "groups": [group_status(g) for g in self.groups],
+            "groups": [group_status(g, self._device_memory.reports(g)) for g in self.groups],
         }

@@ -1,5 +1,6 @@
 """A running system as its clients see it, and its memory as the kernel sees it."""
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +20,19 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def system_options() -> SystemOptions:
-    return SystemOptions(batch=True)
+def nvidia_smi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """First on PATH; a file `called` beside it tells that somebody has asked it."""
+    folder = tmp_path_factory.mktemp("bin")
+    script = folder / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\ntouch {folder}/called\n")
+    script.chmod(0o755)
+    return script
+
+
+@pytest.fixture(scope="module")
+def system_options(nvidia_smi: Path) -> SystemOptions:
+    path = f"{nvidia_smi.parent}{os.pathsep}{os.environ['PATH']}"
+    return SystemOptions(batch=True, extra_environment={"PATH": path})
 
 
 @pytest.fixture
@@ -34,6 +46,15 @@ def engine_pids(system: RunningSystem) -> list[int]:
 
 def weights_of(pid: int) -> frozenset[Inode]:
     return frozenset(inode for inode in memory_of(pid) if inode.name == WEIGHTS)
+
+
+def test_nobody_asks_about_the_card_of_a_group_on_the_cpu(
+    system: RunningSystem, nvidia_smi: Path
+) -> None:
+    status = system.admin.get("/v1/status")
+    assert isinstance(status, dict)
+    assert [group["device_memory"] for group in status["groups"]] == [[]]
+    assert not nvidia_smi.with_name("called").exists()
 
 
 def test_a_completion_answers_with_text_and_usage(client: openai.OpenAI) -> None:

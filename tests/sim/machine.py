@@ -6,12 +6,14 @@ clean-up code would do does not happen, as after a real SIGKILL.
 
 import asyncio
 import contextvars
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM, Signals
 
 import msgspec
 
+from cache.gpumemory import CardMemory, CardUnknownError
 from cache.rpc import Hello
 from engines.contract import EngineSpec, ZygoteSpec
 from supervisor.gateway.protocol import GatewaySpec
@@ -208,6 +210,10 @@ class FakeMachine:
         """See the port."""
         proc = next(p for p in reversed(self.world.procs.values()) if p.process.pid == pid)
         return proc.look()
+
+    async def card_memory(self, uuid: str, *, stop: threading.Event) -> CardMemory | None:
+        """See the port: no simulated group is on a card."""
+        raise CardUnknownError(f"nobody made {uuid}")
 
     async def left_behind(self, state_id: str) -> list[LeftBehind]:
         """See the port."""
