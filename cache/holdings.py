@@ -11,9 +11,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import msgspec
+
 from cache.arena import Arena, ArenaBackend
-from cache.errors import ArenaMemoryError
-from cache.gpumemory import name_holders
+from cache.cudadriver import OUT_OF_MEMORY
+from cache.errors import ArenaMemoryError, RemoteError, UnderstudyError
+from cache.gpumemory import describe_use, name_holders
 from cache.protocol import CacheState, CacheStatus, Client, LoadSpec, Manifest
 from cache.rpc import RpcPeer
 
@@ -115,13 +118,30 @@ class Holdings:
 
         The backend knows what the driver says of a pid; who that is, only our connections tell.
         """
-        peers = {peer.pid: peer.hello.instance for peer in self.attached if peer.hello is not None}
-        error.message = name_holders(error.message, peers)
+        error.message = name_holders(error.message, self._names())
         return error.with_holdings(
             weights_bytes=self.weights.arena.total_bytes if self.weights else 0,
             kv_bytes=self.kv.arena.total_bytes if self.kv else 0,
             attached=self.holders(),
         )
+
+    async def explained_remote(self, error: RemoteError) -> UnderstudyError:
+        """A child's own error; where it found no memory on our card, who holds what."""
+        if error.details.get("error") != OUT_OF_MEMORY or not self.backend.device_uuid:
+            return error
+        use = await asyncio.to_thread(describe_use, self.backend.device_uuid)
+        text = name_holders(f"{error.message} ({use.text})", self._names())
+        body = msgspec.structs.replace(
+            error.body, message=text, details={**error.details, **use.details}
+        )
+        return RemoteError(body)
+
+    def _names(self) -> dict[int, str]:
+        """Whose pids we know: attached engines, the loader, ourselves."""
+        names = {peer.pid: peer.hello.instance for peer in self.attached if peer.hello is not None}
+        if self.run is not None and self.run.process is not None:
+            names[self.run.process.pid] = "the loader"
+        return names | {os.getpid(): self.instance}
 
     # ------------------------------------------------------------------- moves
 

@@ -179,7 +179,8 @@ class Loads:
 
     async def abort(self, peer: RpcPeer, request: Abort) -> None:
         """Verb `abort`: the load failed; every client that waits gets the loader's error."""
-        self._run_of(peer).fail(RemoteError(request.error))
+        run = self._run_of(peer)
+        run.fail(await self._held.explained_remote(RemoteError(request.error)))
 
     def peer_gone(self, peer: RpcPeer) -> None:
         """A connection ended: if it was the loader's, its load cannot finish."""

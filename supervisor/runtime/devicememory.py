@@ -1,6 +1,7 @@
 """Device memory in status and metrics: the cards of all groups, asked about from time to time.
 
-Nothing here decides anything, and nothing waits for it. Groups on the CPU are not looked at.
+Nothing here decides anything, and nothing waits for it. Groups on the CPU are not looked at. A
+pause stops none of it: pauses are about engines, and `nvidia-smi` touches none.
 
 Invariants
     1. No question is begun while a group takes over, and one under way is given up then: the

@@ -190,6 +190,15 @@ class AttachedPeer:
     hello: Hello
 
 
+def smi_on_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = folder / "nvidia-smi"
+    smi.write_text(
+        "#!/bin/sh\ncase $2 in *gpu=*) echo 100, 143771;; *) printf '812, 1420\\n81, 7\\n';; esac\n"
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
 def test_kv_that_cannot_be_cleared_for_lack_of_memory_says_which_engine_holds_it(
     driver: FakeDriver, backend: CudaBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,12 +207,7 @@ def test_kv_that_cannot_be_cleared_for_lack_of_memory_says_which_engine_holds_it
     lack = CudaError("cuDevicePrimaryCtxRetain", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
     answer = msgspec.json.encode(cudaworker._Answer(error=lack.to_body())).decode()
     monkeypatch.setattr(cudaworker, "ARGV", (sys.executable, "-c", f"print({answer!r})"))
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(
-        "#!/bin/sh\ncase $2 in *gpu=*) echo 100, 143771;; *) printf '812, 1420\\n81, 7\\n';; esac\n"
-    )
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    smi_on_path(tmp_path, monkeypatch)
     held = Holdings("cache-1", "cuda:0", backend)
     held.attached.add(cast("RpcPeer", AttachedPeer(812, Hello("p", 1, "chat-a-3fd0"))))
     with pytest.raises(ArenaMemoryError) as caught:
@@ -214,6 +218,24 @@ def test_kv_that_cannot_be_cleared_for_lack_of_memory_says_which_engine_holds_it
     assert "held by chat-a-3fd0 (pid 812): 1,420 MiB, pid 81: 7 MiB" in text
     assert "attached: chat-a-3fd0" in text
     assert held.status().device_uuid == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+
+
+async def test_a_loader_without_memory_says_who_holds_it(
+    backend: CudaBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi_on_path(tmp_path, monkeypatch)
+    held = Holdings("cache-1", "cuda:0", backend)
+    held.attached.add(cast("RpcPeer", AttachedPeer(81, Hello("p", 1, "chat-b-77aa"))))
+    lack = CudaError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", hint="free device memory")
+    error = await held.explained_remote(RemoteError(lack.to_body()))
+    assert error.stable_code == "cuda"
+    assert (
+        "100 of 143,771 MiB are free; held by pid 812: 1,420 MiB, chat-b-77aa (pid 81): 7 MiB"
+        in (str(error))
+    )
+    assert error.details["free_bytes"] == 100 << 20
+    other = RemoteError(CudaError("cuInit", "CUDA_ERROR_NO_DEVICE").to_body())
+    assert await held.explained_remote(other) is other
 
 
 def test_any_other_trouble_of_the_clearing_process_stays_what_it_is(
