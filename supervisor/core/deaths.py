@@ -6,7 +6,8 @@ that; what a death was is known only after the reap, so a death is *unexplained*
 Invariants
     1. Pure: the caller brings the clock and the exit status.
     2. Only a process that ended by its own fault is a crash. SIGKILL, SIGTERM and the like come
-       from outside (we, the operator, the kernel short of memory), and exit status 0 is no crash.
+       from outside (we, the operator, the kernel short of memory), and exit status 0 is no crash;
+       unless it had said that it failed: then whoever ended it only was quicker.
     3. Bounded: the newest `REMEMBERED` crashes; an explanation that never comes stops being
        awaited after `EXPLAINED_WITHIN_S`.
 """
@@ -48,6 +49,7 @@ class DeathRecord:
     def __init__(self) -> None:
         self._crashed: deque[str] = deque(maxlen=REMEMBERED)
         self._explained: deque[str] = deque(maxlen=REMEMBERED)
+        self._announced: deque[str] = deque(maxlen=REMEMBERED)
         self._unexplained: dict[str, float] = {}
 
     @property
@@ -62,6 +64,11 @@ class DeathRecord:
                 del self._unexplained[instance]
         return list(self._unexplained)
 
+    def announced(self, instance: str) -> None:
+        """It says itself that it has failed, and is about to end."""
+        if instance not in self._announced:
+            self._announced.append(instance)
+
     def died(self, instance: str, now_s: float) -> None:
         """Its death is proven. The explanation may have come before."""
         if instance not in self._explained:
@@ -73,7 +80,7 @@ class DeathRecord:
         if instance in self._explained:
             return False
         self._explained.append(instance)
-        if not is_own_fault(exit_status):
+        if not (is_own_fault(exit_status) or instance in self._announced):
             return False
         self._crashed.append(instance)
         return True

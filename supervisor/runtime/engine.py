@@ -463,6 +463,8 @@ class EngineUnit(Unit):
         known = self.status.error if self.status is not None else ""
         if status.state == "starting" and status.error and status.error != known:
             self.emit("start_delayed", f"{self.name} still starts: {status.error}")
+        if status.state == "failed":
+            self._deaths.announced(self.instance)
         self.status = status
         self._changed.set()
 

@@ -50,6 +50,15 @@ def test_an_explanation_that_never_comes_is_not_awaited_for_ever() -> None:
     assert record.unexplained(1.0 + EXPLAINED_WITHIN_S + 0.1) == []
 
 
+def test_who_had_said_that_it_failed_has_crashed_whoever_ended_it() -> None:
+    record = DeathRecord()
+    record.announced("a")
+    record.announced("a")
+    assert record.explained("a", -signal.SIGKILL)
+    assert not record.explained("b", -signal.SIGKILL)
+    assert record.crashed == ["a"]
+
+
 def test_the_record_is_bounded() -> None:
     record = DeathRecord()
     for number in range(REMEMBERED + 5):
