@@ -166,7 +166,7 @@ def _group_line(group: Mapping[str, Any]) -> "Text":
 
 
 def _device_memory(memory: Mapping[str, Any]) -> str:
-    """The card as the driver reports it; memory that several map may be in each one's figure."""
+    """The card as the driver reports it: an engine's figure is without what it shares."""
     error, age_s = memory.get("error"), memory.get("age_s")
     if not isinstance(memory.get("total_bytes"), int):
         return f"not known ({error or 'no figures'})"

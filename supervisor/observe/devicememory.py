@@ -17,7 +17,7 @@ __all__ = ["DeviceMemoryCollector", "DeviceMemoryReport", "EngineUse"]
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """One engine as the driver reports it. Memory that it shares with others may be in it."""
+    """One engine as the driver reports it. What it shares is not in it."""
 
     name: str
     pid: int | None
@@ -76,8 +76,8 @@ class DeviceMemoryCollector(Collector):
         )
         engines = GaugeMetricFamily(
             "understudy_device_engine_memory_bytes",
-            "Memory of the card that an engine uses, as the driver reports it: memory that it "
-            "shares with others may be in it. Absent while unknown.",
+            "Memory of the card that an engine uses, as the driver reports it: its context, "
+            "buffers and private KV, not what it shares. Absent while unknown.",
             labels=["group", "device", "engine"],
         )
         with self._lock:
