@@ -5,7 +5,8 @@ pipe, as long as that takes. A child inside a sick driver does not end when it i
 grandchild may keep the pipe open: the thread that asked would be gone for ever. Here it is not.
 
 Invariants
-    1. `ask_child` returns or raises within `timeout_s` and `END_S`, whatever the child does.
+    1. `ask_child` returns or raises within `timeout_s` and `END_S`, whatever the child does once
+       it runs. That it runs is waited for: a program on a file system that hangs is not started.
     2. No descriptor stays open, also when the child is left behind.
     3. A child that does not end is logged, kept, and buried at a later question; while one lives,
        `alone` refuses to start another of its kind.
@@ -86,6 +87,7 @@ def ask_child(
     left = _bury(what)
     if left and alone:
         raise ChildLeftError(what, left[0])
+    deadline = time.monotonic() + timeout_s
     child = subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, bufsize=0,
         pass_fds=pass_fds, close_fds=True,
@@ -94,7 +96,6 @@ def ask_child(
         if niceness:
             with contextlib.suppress(OSError):  # it has ended, or we may not: no reason to fail
                 os.setpriority(os.PRIO_PROCESS, child.pid, niceness)
-        deadline = time.monotonic() + timeout_s
         with _Conversation(child, data, what, max_output_bytes) as talk:
             while not talk.has_ended():
                 if stop is not None and stop.is_set():

@@ -3,9 +3,9 @@
 NVML in our own process could hang on a sick driver, and whoever asks must not hang with it: every
 question has a deadline, and a child that does not even die is left behind (`cache.children`).
 
-WARNING: the figures are the driver's. A process appears once it has a CUDA context; memory that
-several processes map may be counted for each of them; a process of another container appears
-without a figure, or not at all.
+WARNING: the figures are the driver's. A process appears once it has a CUDA context; memory that it
+maps from somebody else is not in its figure (H200, driver 580); a process of another container
+appears without a figure, or not at all.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ __all__ = [
     "MemoryUse",
     "ask_card",
     "describe_use",
+    "described",
     "name_holders",
     "parse_card",
-    "parse_use",
 ]
 
 _TIMEOUT_S: Final = 5.0
@@ -82,7 +82,7 @@ def describe_use(uuid: str) -> MemoryUse:
     except CardUnknownError as error:
         return MemoryUse(f"who holds it is unknown: {error}")
     assert card is not None  # noqa: S101 - nobody stops it
-    return _described(card)
+    return described(card)
 
 
 def ask_card(
@@ -96,7 +96,10 @@ def ask_card(
     deadline = time.monotonic() + _TIMEOUT_S
     answers: list[str] = []
     for query in ("--query-gpu=memory.free,memory.total", "--query-compute-apps=pid,used_memory"):
-        answer = _ask(uuid, query, deadline - time.monotonic(), niceness, stop)
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise CardUnknownError(f"no answer within {_TIMEOUT_S:g} s")
+        answer = _ask(uuid, query, left_s, niceness, stop)
         if answer is None:
             return None
         answers.append(answer)
@@ -158,15 +161,8 @@ def _session_of(pid: int) -> int | None:
     return None
 
 
-def parse_use(totals: str, processes: str) -> MemoryUse:
-    """The phrase from nvidia-smi's two answers."""
-    try:
-        return _described(parse_card(totals, processes))
-    except CardUnknownError as error:
-        return MemoryUse(f"who holds it is unknown: {error}")
-
-
-def _described(card: CardMemory) -> MemoryUse:
+def described(card: CardMemory) -> MemoryUse:
+    """The phrase that says who holds a card."""
     held = {h.pid: h.used_bytes for h in card.holders if h.used_bytes is not None}
     free, total = card.free_bytes, card.total_bytes
     text = f"{free // _MIB:,} of {total // _MIB:,} MiB are free"

@@ -191,11 +191,12 @@ class SlotTable:
                 self.free(slot)
 
     def _remember(self, writer: tuple[int, int]) -> None:
-        """Keep an earlier writer; where there is no room left, in the place of the first."""
+        """Keep an earlier writer; where there is no room left, in the place of the oldest."""
         if writer in self.writers[1:]:
             return
         free = [at for at in _WRITER_WORDS[1:] if not self._words[at]]
-        self._put_writer(free[0] if free else _WRITER_WORDS[1], writer)
+        oldest = min(_WRITER_WORDS[1:], key=lambda at: self._words[at + 1])
+        self._put_writer(free[0] if free else oldest, writer)
 
     def _put_writer(self, at: int, writer: tuple[int, int]) -> None:
         self._words[at] = 0  # never one's pid with another's start time

@@ -74,6 +74,7 @@ class SharedMemory:
         )
         self.table = SlotTable(self._table_mapping.view())
         self.is_writer = False
+        self._own = own_identity()  # now: a promotion must not need a descriptor for it
         self._predecessors: FencedWriters | None = None
 
     def raise_to_writer(self, epoch: int) -> None:
@@ -81,12 +82,13 @@ class SharedMemory:
         self._table_mapping.protect(writable=True)
         before = self.table.writers
         try:
-            self.table.claim(epoch, own_identity())
+            self.table.claim(epoch, self._own)
         except StaleEpochError:  # somebody newer was here: stay the reader that we were
             self._table_mapping.protect(writable=False)
             raise
         if self._device.is_cuda:
-            self._predecessors = FencedWriters(self.table, before)
+            self._watch_no_more()
+            self._predecessors = FencedWriters(self.table, before, self._own)
         else:  # the fence is enough: nothing works in the background
             for writer in before:
                 self.table.strike(writer)
@@ -101,8 +103,13 @@ class SharedMemory:
         self.table.resign()
         self._kv_mapping.protect(writable=False)
         self._table_mapping.protect(writable=False)
-        self._predecessors = None  # who comes after us finds them in the table
+        self._watch_no_more()
         self.is_writer = False
+
+    def _watch_no_more(self) -> None:
+        if self._predecessors is not None:
+            self._predecessors.close()
+            self._predecessors = None
 
     def is_settled(self) -> bool:
         """See `ServingMemory`."""

@@ -11,6 +11,7 @@ seen to end. What cannot be found out counts as not ended: a request that waits 
 stream that is spoilt.
 """
 
+import errno
 import os
 import select
 from pathlib import Path
@@ -20,9 +21,16 @@ from cache.slots import SlotTable
 
 __all__ = ["FencedWriter", "FencedWriters", "own_identity"]
 
+_NO_SUCH_PROCESS: Final = (errno.ESRCH, errno.ENOENT, errno.EINVAL)
+"""The last two, by kernel, where the number belongs to a thread by now."""
+
 
 def own_identity() -> tuple[int, int]:
-    """Pid and start time of this process, as they go into the slot table."""
+    """Pid and start time of this process, as they go into the slot table.
+
+    Raises:
+        OSError: `/proc` cannot be read.
+    """
     return os.getpid(), _start_ticks(os.getpid()) or 0
 
 
@@ -57,40 +65,43 @@ class FencedWriter:
             self._is_gone = not self._find()
         if self._pidfd >= 0 and self._poll.poll(0):
             self._is_gone = True
-            self._close()
+            self.close()
         return self._is_gone
+
+    def close(self) -> None:
+        """Watch no more; idempotent."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
 
     def _find(self) -> bool:
         """Watch the process; False if there is none of this pid and start time any more."""
         try:
             self._pidfd = os.pidfd_open(self._pid)
             ticks = _start_ticks(self._pid)
-        except (ProcessLookupError, OverflowError):
+        except OverflowError:  # no number that a process could have
             return False
-        except OSError:  # no descriptor, no memory: look again the next time
-            self._close()
-            return True
+        except OSError as error:  # no descriptor, no memory: look again the next time
+            self.close()
+            return error.errno not in _NO_SUCH_PROCESS
         if ticks != self._ticks:  # gone, and its number belongs to another
-            self._close()
+            self.close()
             return False
         self._poll.register(self._pidfd, select.POLLIN)
         return True
-
-    def _close(self) -> None:
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
 
 
 class FencedWriters:
     """All predecessors of the one who has claimed a slot table."""
 
-    def __init__(self, table: SlotTable, before: list[tuple[int, int]]) -> None:
-        """`before`: the writers that the table named when it was claimed."""
+    def __init__(
+        self, table: SlotTable, before: list[tuple[int, int]], own: tuple[int, int]
+    ) -> None:
+        """`before`: the writers that the table named when it was claimed by `own`."""
         self._table = table
-        self._left = {writer: FencedWriter(*writer) for writer in before}
-        if self._left.pop(own_identity(), None) is not None:
-            table.strike(own_identity())
+        self._left = {writer: FencedWriter(*writer) for writer in before if writer != own}
+        table.strike(own)
+        self.are_gone()  # watched from now on: a number may be another's later
 
     def are_gone(self) -> bool:
         """Whether nobody but us can still write; strikes those out who have ended."""
@@ -98,3 +109,8 @@ class FencedWriters:
             del self._left[writer]
             self._table.strike(writer)
         return not self._left
+
+    def close(self) -> None:
+        """Watch no more: whoever claims the table next finds those that are left in it."""
+        for writer in self._left.values():
+            writer.close()

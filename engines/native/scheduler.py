@@ -186,9 +186,8 @@ class Scheduler:
     def _capture_one(self) -> bool:
         """Nothing to do: launch the first graph, then capture one more, unless all are.
 
-        Not when an order has just come.
-
-        Not soon after a change of role, nor while a row waits for its gateway to come back.
+        Not when an order has just come, soon after a change of role, or while a row waits for its
+        gateway to come back.
         """
         if not self._may_capture or not self._inbox.empty():
             return False

@@ -5,8 +5,10 @@ on the control socket. What fails is raised as a typed error and ends the proces
 """
 
 import logging
+import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,7 +140,7 @@ class _Answer:
 def _ask(spec: EngineSpec) -> Future[_Answer] | None:
     """Ask the daemon for the weights, in a thread; None without a daemon.
 
-    Given up only with the process: a wait in there ends at its own deadline.
+    A start that fails meanwhile ends the process (`os._exit`), and the thread with it.
     """
     if spec.cache_socket is None:
         return None
@@ -155,10 +157,18 @@ def _ask(spec: EngineSpec) -> Future[_Answer] | None:
         )
         return _Answer(weights, (time.perf_counter() - began_s) * 1e3)
 
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ask-for-weights")
-    answer = pool.submit(ask)
-    pool.shutdown(wait=False)
+    answer: Future[_Answer] = Future()
+    threading.Thread(
+        target=_settle, args=(answer, ask), name="ask-for-weights", daemon=True
+    ).start()
     return answer
+
+
+def _settle(answer: Future[_Answer], ask: Callable[[], _Answer]) -> None:
+    try:
+        answer.set_result(ask())
+    except BaseException as error:  # noqa: BLE001 - raised where the answer is awaited
+        answer.set_exception(error)
 
 
 def _load_here(spec: EngineSpec) -> _Answer:

@@ -7,12 +7,15 @@ driver's, asked from time to time (`supervisor.runtime.devicememory`).
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-__all__ = ["DeviceMemoryCollector", "DeviceMemoryReport", "EngineUse"]
+__all__ = ["STALE_S", "DeviceMemoryCollector", "DeviceMemoryReport", "EngineUse"]
+
+STALE_S: Final = 30.0
+"""Older than this, what the driver said is history: nobody could be asked since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,8 @@ class DeviceMemoryCollector(Collector):
         with self._lock:
             reports = dict(self._reports)
         for (group, device), report in reports.items():
-            is_up = report.error is None and report.age_s is not None
+            age_s = report.age_s
+            is_up = report.error is None and age_s is not None and age_s <= STALE_S
             up.add_metric([group, device], float(is_up))
             for part, value in _parts(report, is_up=is_up).items():
                 if value is not None:

@@ -368,7 +368,9 @@ class Metrics:
             "fence_attestations", "Unkillable engines that the operator declared harmless.", *labels
         )
         self._crashes = self._counter(
-            "engine_crashes", "Engines that ended by their own fault, not by a kill.", *labels
+            "engine_crashes",
+            "Engines that ended by their own fault, or were killed when they had announced it.",
+            *labels,
         )
 
     def _make_own_families(self) -> None:

@@ -32,7 +32,9 @@ ASK_EVERY_S: Final = 10.0
 
 _LOOK_S: Final = 1.0
 _GIVE_WAY_S: Final = 0.02
-_AFTER_TAKEOVER_NS: Final = 1_000_000_000  # for the first token behind it
+_TAKEOVER_NS: Final = 1_000_000_000
+"""From its start on, a takeover that waits for its first token is given so long."""
+
 _TAKEOVERS: Final = ("failover", "switchover")
 
 
@@ -92,11 +94,15 @@ class DeviceMemoryWatch:
             status = group.cache.status if group.cache is not None else None
             if status is not None and status.device_uuid:
                 self._uuids[group.name] = status.device_uuid
+        self._publish()  # an answer takes its time, and our own figures need not wait for it
         for uuid in dict.fromkeys(self._uuids.values()):
             card = self._cards.setdefault(uuid, _Card(uuid))
             is_due = card.asked_s is None or self._now_s() - card.asked_s >= ASK_EVERY_S
             if is_due and self._is_quiet():
                 await self._ask(card)
+        self._publish()
+
+    def _publish(self) -> None:
         for group in self._groups:
             self._services.metrics.set_device_memory(group.name, self._report(group))
 
@@ -149,7 +155,7 @@ class DeviceMemoryWatch:
         operation = group.operations.waiting_for_token(group.name, group.epoch)
         if operation is None or operation.kind not in _TAKEOVERS:
             return False
-        return self._services.clock.monotonic_ns() - operation.started_ns < _AFTER_TAKEOVER_NS
+        return self._services.clock.monotonic_ns() - operation.started_ns < _TAKEOVER_NS
 
     # --------------------------------------------------------------- assigning
 

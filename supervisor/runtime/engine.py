@@ -24,7 +24,7 @@ from engines.contract import (
     EngineSpec,
     EngineStatus,
 )
-from supervisor.core.deaths import DeathRecord, sentence_of
+from supervisor.core.deaths import DeathRecord, is_own_fault, sentence_of
 from supervisor.core.restart import RestartPolicy
 from supervisor.core.states import ALIVE, EngineState, Facts, StateEvent, next_state
 from supervisor.core.verdict import ProgressJudge, Sample, Verdict
@@ -415,7 +415,8 @@ class EngineUnit(Unit):
         if not self._deaths.explained(instance, exit_status) or self.services.is_stopping:
             return
         self.services.metrics.engine_crashed(self.group, self.name)
-        self.emit("engine_crashed", f"{instance} {sentence_of(exit_status)}",
+        said = "" if is_own_fault(exit_status) else "announced that it failed, and "
+        self.emit("engine_crashed", f"{instance} {said}{sentence_of(exit_status)}",
                   instance=instance, exit_status=exit_status)  # fmt: skip
         self._on_change()
 

@@ -37,7 +37,7 @@ from cache.errors import (
     RemoteError,
     SealError,
 )
-from cache.gpumemory import MemoryUse, describe_use, parse_use
+from cache.gpumemory import CardUnknownError, MemoryUse, describe_use, described, parse_card
 from cache.holdings import Holdings
 from cache.loader import plan_of
 from cache.manifest import owned_tensors
@@ -163,7 +163,7 @@ def test_out_of_memory_gives_everything_back_and_says_who_holds_it(
 
     def answer(uuid: str) -> MemoryUse:
         asked.append(uuid)
-        return parse_use("100, 143771\n", "77, 90000\n12, [N/A]\n")
+        return described(parse_card("100, 143771\n", "77, 90000\n12, [N/A]\n"))
 
     monkeypatch.setattr(cuda, "describe_use", answer)
     monkeypatch.setattr(cuda, "_GIB", 2 * GRANULE)
@@ -254,7 +254,8 @@ def test_an_unknown_holder_is_no_second_error(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "unknown: nvidia-smi: No such file" in describe_use("GPU-1").text
-    assert "no figures" in parse_use("[N/A], [N/A]", "").text
+    with pytest.raises(CardUnknownError, match="no figures"):
+        parse_card("[N/A], [N/A]", "")
 
 
 # ------------------------------------------------------------------ mappings

@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,6 +81,29 @@ def test_a_number_that_belongs_to_another_process_is_a_writer_that_is_gone(
     assert FencedWriter(pid, ticks).is_gone()
 
 
+def test_a_number_that_is_a_thread_s_by_now_is_a_writer_that_is_gone() -> None:
+    go_on = threading.Event()
+    thread = threading.Thread(target=go_on.wait, args=(30,))
+    thread.start()
+    try:
+        assert thread.native_id is not None
+        assert FencedWriter(thread.native_id, 12345).is_gone()
+    finally:
+        go_on.set()
+        thread.join()
+
+
+def test_watching_no_more_keeps_no_descriptor(table: SlotTable, children: list[Child]) -> None:
+    for epoch, child in enumerate(children, 1):
+        table.claim(epoch, identity(child))
+    before, held = table.writers, len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        fenced = FencedWriters(table, before, own_identity())
+        assert not fenced.are_gone()
+        fenced.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == held
+
+
 def test_what_cannot_be_found_out_counts_as_not_gone(children: list[Child]) -> None:
     writer = FencedWriter(*identity(children[0]))
     with no_descriptor_left():
@@ -95,7 +119,7 @@ def test_a_chain_of_deaths_waits_for_everybody(table: SlotTable, children: list[
     table.claim(2, second)
     before = table.writers
     table.claim(3, own_identity())
-    fenced = FencedWriters(table, before)
+    fenced = FencedWriters(table, before, own_identity())
     assert not fenced.are_gone()
     end(children[1])  # the later one is down first: the earlier one may still write
     assert not fenced.are_gone()
@@ -104,7 +128,7 @@ def test_a_chain_of_deaths_waits_for_everybody(table: SlotTable, children: list[
     assert table.writers == [first]
     before = table.writers
     table.claim(4, own_identity())
-    again = FencedWriters(table, before)
+    again = FencedWriters(table, before, own_identity())
     assert not again.are_gone()
     end(children[0])
     assert again.are_gone()
@@ -113,4 +137,4 @@ def test_a_chain_of_deaths_waits_for_everybody(table: SlotTable, children: list[
 
 def test_who_claims_again_does_not_wait_for_itself(table: SlotTable) -> None:
     table.claim(1, own_identity())
-    assert FencedWriters(table, table.writers).are_gone()
+    assert FencedWriters(table, table.writers, own_identity()).are_gone()

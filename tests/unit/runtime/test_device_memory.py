@@ -24,6 +24,7 @@ from cache.protocol import CacheStatus
 from supervisor.cli.render import status_view
 from supervisor.observe import cardasker
 from supervisor.observe.cardasker import CardAsker
+from supervisor.observe.devicememory import STALE_S, DeviceMemoryCollector, DeviceMemoryReport
 from supervisor.observe.metrics import Metrics
 from supervisor.runtime import devicememory
 from supervisor.runtime.devicememory import DeviceMemoryWatch
@@ -451,3 +452,20 @@ async def test_the_command_line_shows_one_line_for_each_card(
     site.later()
     await site.watch.look()
     assert "10.0s ago: nvidia-smi: exit status 3" in shown(site.status())
+
+
+def test_what_is_old_is_not_exported_as_if_it_were_new() -> None:
+    collector = DeviceMemoryCollector([("chat", "cuda:0")])
+    for age_s, is_up in ((STALE_S - 1, True), (STALE_S + 1, False)):
+        report = DeviceMemoryReport(
+            "cuda:0", total_bytes=9, free_bytes=3, weights_bytes=4, kv_bytes=1, age_s=age_s
+        )
+        collector.update("chat", report)
+        found = {
+            (s.name.removeprefix("understudy_device_"), s.labels.get("part")): s.value
+            for family in collector.collect()
+            for s in family.samples
+        }
+        assert found["memory_up", None] == float(is_up)
+        assert (("memory_bytes", "free") in found) is is_up
+        assert found["memory_bytes", "weights"] == 4
