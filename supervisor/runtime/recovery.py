@@ -26,6 +26,7 @@ __all__ = ["Recovery"]
 _ASSUME_S: Final = 2.0
 _DEMOTE_S: Final = 1.0
 _ROUTE_S: Final = 0.25
+_INTERNAL: Final = 500  # an error that says nothing to who ordered: a connection that broke
 
 
 class Recovery:
@@ -164,7 +165,8 @@ class Recovery:
         and the switchover goes on as a failover.
 
         Raises:
-            UnderstudyError: the new one did not take over; a failover follows by itself.
+            PreconditionError: the new one was lost meanwhile; a failover follows by itself.
+            UnderstudyError: the new one did not take over; likewise.
         """
         group = self._group
         old = group.primary
@@ -186,6 +188,12 @@ class Recovery:
         except UnderstudyError as error:
             operation.finish("failed", error=str(error))
             self._count(operation, "failed")
+            if new.verdict is Verdict.DEAD and error.http_status == _INTERNAL:
+                raise PreconditionError(
+                    f"{new.name} was lost during the switchover: {error.message}",
+                    hint="the group goes on by itself; order it again once 'supervisor status' "
+                    "shows a standby",
+                ) from error
             raise
         self._done(operation)
         return operation
