@@ -16,6 +16,7 @@ readable): it reads the daemon's events away and says whether the registration s
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -141,6 +142,27 @@ class AttachedWeights:
             close_all(fds)
         self.connection = connection
         return same
+
+    def open_kv(self, geometry: KvGeometry, *, timeout_s: float) -> KvMemory:
+        """The KV of the serving pair; where the daemon dies meanwhile, from the one that follows.
+
+        Raises:
+            CacheNotReadyError: none followed before the deadline, or one with another copy of the
+                weights: whoever starts now must map that one.
+            ConnectionClosedError: mode `off`, there is no daemon.
+            RemoteError, ProtocolError: as `open_kv`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            with suppress(ConnectionClosedError):  # it died: so may the next one
+                if self.connection is not None:
+                    return open_kv(self.connection, geometry, timeout_s=left_s)
+            if not self.rejoin(timeout_s=left_s):
+                raise CacheNotReadyError(
+                    "the cache daemon was followed by one with another copy of the weights",
+                    hint="start the engine again",
+                )
 
     def close(self) -> None:
         """End the registration and close the descriptors; mappings live on."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from cache.arena import ArenaMapping
-from cache.client import AttachedWeights, KvMemory, attach, load_private, open_kv
+from cache.client import AttachedWeights, KvMemory, attach, load_private
 from cache.protocol import KvGeometry
 from engines.contract import EngineSpec, ProgressPage
 from engines.native.binding import tensors_of
@@ -203,7 +203,7 @@ def _open_memory(
     """The pair's KV and slot table, or those of this engine alone: nothing to donate then."""
     if weights.connection is None or spec.private_kv:
         return None, PrivateMemory(geometry, device=device)
-    kv = open_kv(weights.connection, geometry, timeout_s=spec.attach_timeout_s)
+    kv = weights.open_kv(geometry, timeout_s=spec.attach_timeout_s)
     return kv, SharedMemory(kv.opened, kv.fds, kv.table_fd, device=device)
 
 

@@ -748,6 +748,31 @@ def test_a_restarted_daemon_serves_the_very_same_memory_without_the_disk(
         held.close()
 
 
+@pytest.mark.parametrize("is_same", [True, False], ids=["donated", "loaded anew"])
+def test_kv_is_opened_at_the_daemon_that_followed_a_dead_one(
+    socket_path: Path, spec: LoadSpec, pool: concurrent.futures.ThreadPoolExecutor, is_same: bool
+) -> None:
+    with DaemonProcess(socket_path) as first:
+        first.serve(spec)
+        held = Held(first, spec)
+        weights = first.attach(spec)
+        first.kill()
+        opened = pool.submit(weights.open_kv, GEOMETRY, timeout_s=20)
+        with DaemonProcess(socket_path, instance="cache-test-2") as second:
+            if not is_same:
+                second.serve(spec)
+                with pytest.raises(CacheNotReadyError, match="another copy"):
+                    opened.result(30)
+            else:
+                held.donate_to(second)
+                kv = opened.result(30)
+                assert os.fstat(kv.fds[0]).st_ino == os.fstat(held.kv.fds[0]).st_ino
+                assert [c.instance for c in second.status().attached] == ["engine-1"]
+                kv.close()
+            weights.close()
+        held.close()
+
+
 def test_a_donation_is_idempotent_and_never_makes_a_second_copy(
     daemon: DaemonProcess, spec: LoadSpec, tmp_path: Path
 ) -> None:
