@@ -213,7 +213,9 @@ class GroupCommands:
         await self._end_of_fence(unit)
         handle = None
         if unit.state in ALIVE:
-            handle, unit.death_was_ours = unit.handle, True
+            unit.death_was_ours = True
+        if unit.state in ALIVE or unit.state is _S.FENCING:  # a stop ends a fence half-way
+            handle = unit.handle
             operation.cut_streams = await self._group.chores.fence_engine(unit)
         if unit.state is _S.UNKILLABLE:
             raise PreconditionError(

@@ -210,4 +210,11 @@ SEEDS: Final[dict[str, Schedule]] = {
         910001424, Step(6.6452, "stall", "", 5.0), Step(7.2937, "end"),
         Step(11.1744, "doom", "gateway-0", 4), heals=True,
     ),
+    "an_eviction_finishes_the_fence_that_a_stop_has_ended_half_way": _schedule(
+        159580980456, Step(2.5054, "unkillable", "gateway-0", -1.0),
+        Step(2.5067, "doom", "batch", 3), Step(2.5298, "stall", "", 1.0), Step(2.5405, "end"),
+        Step(2.5476, "evict", "batch"), heals=True,
+        shape=Shape(workers=1, standbys=1, has_batch=True, has_ladder=False, has_cache=True,
+                    has_load=True, has_neighbour=False),
+    ),
 }  # fmt: skip
