@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final, Self
 
-from benchmarks.report import is_same_commit, write_whole
+from benchmarks.report import is_same_commit, write_both
 from cache.errors import UnderstudyError
 
 __all__ = ["Book", "BrokenBookError", "page"]
@@ -95,8 +95,7 @@ class Book:
 
     def _save(self, head: dict[str, Any]) -> None:
         whole = {**head, "experiments": self.entries}
-        write_whole(self.folder / "h200.json", json.dumps(whole, indent=1) + "\n")
-        write_whole(self.folder / "h200.md", page(whole))
+        write_both(self.folder, "h200", whole, page(whole))
 
 
 def page(whole: dict[str, Any]) -> str:

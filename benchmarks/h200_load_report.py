@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.h200_book import BrokenBookError
-from benchmarks.report import commit, this_machine, write_whole
+from benchmarks.report import commit, this_machine, write_both
 from cache.errors import CacheError
 
 __all__ = ["NotHereError", "Report", "Row"]
@@ -70,8 +70,7 @@ class Report:
         else:
             seconds = round(time.monotonic() - began, 2)
             steps[name] = {**stamp, "seconds": seconds, "rows": self._rows, "found": found}
-        write_whole(self._out / "h200_load.json", json.dumps(self._data, indent=1) + "\n")
-        write_whole(self._out / "h200_load.md", _page(self._data))
+        write_both(self._out, "h200_load", self._data, _page(self._data))
 
 
 def _known(path: Path) -> dict[str, Any]:

@@ -21,8 +21,8 @@ __all__ = [
     "is_same_commit",
     "markdown_table",
     "this_machine",
+    "write_both",
     "write_report",
-    "write_whole",
 ]
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -85,7 +85,7 @@ def is_same_commit(one: str, other: str) -> bool:
     return bool(_COMMIT.fullmatch(shorter)) and longer.startswith(shorter)
 
 
-def write_whole(path: Path, text: str) -> None:
+def _write_whole(path: Path, text: str) -> None:
     """Replace a file in one step: a reader, or the end of this process, never meets half of it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -93,6 +93,14 @@ def write_whole(path: Path, text: str) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def write_both(directory: Path, name: str, data: object, page: str) -> Path:
+    """`name.json` with everything and `name.md` for people; the path of the latter."""
+    _write_whole(directory / f"{name}.json", json.dumps(data, indent=1) + "\n")
+    path = directory / f"{name}.md"
+    _write_whole(path, page)
+    return path
 
 
 def write_report(
@@ -105,16 +113,13 @@ def write_report(
     directory.mkdir(parents=True, exist_ok=True)
     summary = [{**asdict(row.spread), "what": row.what, "rounds": row.rounds} for row in rows]
     whole = {**head, "summary_ms": summary, "data": data}
-    write_whole(directory / f"{name}.json", json.dumps(whole, indent=1) + "\n")
     page = (
         f"# {title}\n\n"
         f"{now:%Y-%m-%d %H:%M} UTC, commit {head['commit']}; {machine.cpu}, {machine.cores} cores, "
         f"{machine.memory_gib} GiB, Linux {machine.kernel}, Python {machine.python}, "
         f"torch {machine.torch}.\n\n{text}\n\n{markdown_table(rows)}"
     )
-    path = directory / f"{name}.md"
-    write_whole(path, page)
-    return path
+    return write_both(directory, name, whole, page)
 
 
 def markdown_table(rows: Sequence[Row]) -> str:

@@ -25,7 +25,7 @@ from engines.native.experts import add_scales, take_over
 from engines.native.fp8 import BLOCK, Fp8Linear
 from engines.native.untyped import Untyped
 
-__all__ = ["bind", "make_ready", "tensors_of"]
+__all__ = ["bind", "kinds_of_layers", "make_ready", "tensors_of"]
 
 _SCALE: Final = "_scale_inv"
 _READY: Final = "_understudy_ready"
@@ -82,7 +82,17 @@ def make_ready(model: Untyped, names: Iterable[str]) -> None:
     places = [p for p in _places(model) if not p.name.startswith(f"{_ROTARY}.")]
     inner = model.model
     inner.rotary_emb = type(inner.rotary_emb)(config=model.config)
-    setattr(model, _READY, _Ready(scales, places))
+    kinds = [tuple(map(type, layer.modules())) for layer in inner.layers]
+    setattr(model, _READY, _Ready(scales, places, tuple(map(kinds.index, kinds))))
+
+
+def kinds_of_layers(model: Untyped) -> tuple[int, ...]:
+    """For each layer the number of the first one of its kind; the model was made ready.
+
+    Layers are of a kind when they are made of the same modules: those have the same shapes.
+    """
+    ready: _Ready = getattr(model, _READY)
+    return ready.kinds
 
 
 def bind(model: Untyped, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -134,6 +144,7 @@ class _Ready:
 
     scales: frozenset[str]
     places: list[_Place]  # all that is loaded
+    kinds: tuple[int, ...]  # of layers
 
 
 def _places(module: Untyped, prefix: str = "") -> Iterator[_Place]:

@@ -27,7 +27,7 @@ import torch
 
 from cache.protocol import KvGeometry
 from engines.native.attention import RowPasts, SlotWindow, StepInputs
-from engines.native.binding import bind
+from engines.native.binding import bind, kinds_of_layers
 from engines.native.device import HOST, Device, DeviceFault, InputBuffer, on_device
 from engines.native.experts import ExpertsMode, experts_mode
 from engines.native.graphs import StepAbandonedError, StepGraphs, StepKind
@@ -118,19 +118,15 @@ class SlotModel:
 
     @contextmanager
     def sample_layers(self, of_each_kind: int) -> Iterator[None]:
-        """Run only so many layers of each kind in this block.
-
-        Layers are of a kind when they are made of the same modules: those have the same shapes.
-        """
+        """Run only so many layers of each kind in this block."""
         inner = self._model.model
         layers = inner.layers
-        seen: Counter[tuple[type, ...]] = Counter()
+        seen: Counter[int] = Counter()
         chosen = torch.nn.ModuleList()
-        for layer in layers:
-            kind = tuple(map(type, layer.modules()))
+        for number, kind in enumerate(kinds_of_layers(self._model)):
             seen[kind] += 1
             if seen[kind] <= of_each_kind:
-                chosen.append(layer)
+                chosen.append(layers[number])
         inner.layers = chosen
         try:
             yield

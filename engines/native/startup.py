@@ -7,7 +7,6 @@ on the control socket. What fails is raised as a typed error and ends the proces
 import logging
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,49 +136,44 @@ class _Answer:
     took_ms: float
 
 
-def _ask(spec: EngineSpec) -> Future[_Answer] | None:
-    """Ask the daemon for the weights, in a thread; None without a daemon.
-
-    A start that fails meanwhile ends the process (`os._exit`), and the thread with it.
-    """
+def _receive(spec: EngineSpec) -> _Answer:
+    """The weights, from the daemon or, without one, by the loader's own code."""
+    began_s = time.perf_counter()
     if spec.cache_socket is None:
-        return None
-    socket_path = Path(spec.cache_socket)
-
-    def ask() -> _Answer:
-        began_s = time.perf_counter()
+        weights = load_private(spec.load)
+    else:
         weights = attach(
-            socket_path,
+            Path(spec.cache_socket),
             spec.load,
             instance=spec.instance,
             timeout_s=spec.attach_timeout_s,
             on_mismatch=spec.on_mismatch,
         )
-        return _Answer(weights, (time.perf_counter() - began_s) * 1e3)
+    return _Answer(weights, (time.perf_counter() - began_s) * 1e3)
 
+
+def _ask(spec: EngineSpec) -> Future[_Answer] | None:
+    """Ask the daemon, in a thread; None without one: loading needs the device to be ready.
+
+    A start that fails meanwhile ends the process (`os._exit`), and the thread with it.
+    """
+    if spec.cache_socket is None:
+        return None
     answer: Future[_Answer] = Future()
-    threading.Thread(
-        target=_settle, args=(answer, ask), name="ask-for-weights", daemon=True
-    ).start()
+
+    def ask() -> None:
+        try:
+            answer.set_result(_receive(spec))
+        except BaseException as error:  # noqa: BLE001 - raised where the answer is awaited
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="ask-for-weights", daemon=True).start()
     return answer
-
-
-def _settle(answer: Future[_Answer], ask: Callable[[], _Answer]) -> None:
-    try:
-        answer.set_result(ask())
-    except BaseException as error:  # noqa: BLE001 - raised where the answer is awaited
-        answer.set_exception(error)
-
-
-def _load_here(spec: EngineSpec) -> _Answer:
-    """Without a daemon: the loader's own code, on the device that is ready by now."""
-    began_s = time.perf_counter()
-    return _Answer(load_private(spec.load), (time.perf_counter() - began_s) * 1e3)
 
 
 def _attach(asked: Future[_Answer] | None, spec: EngineSpec, device: Device) -> _Attached:
     """Receive the weights, map them, and make tensors over the mapping."""
-    answer = asked.result() if asked is not None else _load_here(spec)
+    answer = asked.result() if asked is not None else _receive(spec)
     began_s = time.perf_counter()
     mapping = answer.weights.map()
     mapped_s = time.perf_counter()

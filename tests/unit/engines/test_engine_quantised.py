@@ -135,6 +135,7 @@ class Tiny(nn.Module):
         self.model = nn.Module()
         self.model.proj = nn.Linear(256, 128, bias=False, device="meta")
         self.model.rotary_emb = Rotary(None)
+        self.model.layers = nn.ModuleList()
 
 
 class Rotary(nn.Module):
@@ -171,17 +172,26 @@ def test_a_model_can_be_bound_again_and_what_is_absent_is_named() -> None:
         bind(made, {"model.proj.weight": first["model.proj.weight"]}, torch.device("cpu"))
 
 
+def small_moe(folder: Path, **changes: Any) -> Any:
+    """A folder with everything of a small model with experts but its weights; its configuration."""
+    shutil.copytree(ROOT / "configs" / "models" / "demo", folder)
+    shape = {
+        "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 96,
+        "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "max_position_embeddings": 512, "tie_word_embeddings": False,
+        "norm_topk_prob": True, "architectures": ["Qwen3MoeForCausalLM"], **changes,
+    }  # fmt: skip
+    config = AutoConfig.for_model("qwen3_moe", **shape)
+    config.save_pretrained(folder)
+    return config
+
+
 def test_a_model_with_experts_computes_what_the_library_computes(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path / "moe"
-    shutil.copytree(ROOT / "configs" / "models" / "demo", folder)
-    config = AutoConfig.for_model(
-        "qwen3_moe", vocab_size=2048, hidden_size=64, intermediate_size=96,
-        moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
-        tie_word_embeddings=False, norm_topk_prob=True,
-    )  # fmt: skip
+    config = small_moe(folder)
     torch.manual_seed(1)
     made_by: Any = AutoModelForCausalLM
     reference = made_by.from_config(config, dtype=torch.float32, experts_implementation="eager")
@@ -203,14 +213,7 @@ def test_a_model_with_experts_computes_what_the_library_computes(tmp_path: Path)
 
 def test_a_sample_of_layers_has_some_of_each_kind(tmp_path: Path) -> None:
     folder = tmp_path / "mixed"
-    shutil.copytree(ROOT / "configs" / "models" / "demo", folder)
-    config = AutoConfig.for_model(
-        "qwen3_moe", vocab_size=2048, hidden_size=64, intermediate_size=96,
-        moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, num_hidden_layers=6,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
-        mlp_only_layers=[0, 1, 2], architectures=["Qwen3MoeForCausalLM"],
-    )  # fmt: skip
-    config.save_pretrained(folder)
+    small_moe(folder, num_hidden_layers=6, mlp_only_layers=[0, 1, 2])
     made = build_skeleton(LoadSpec(str(folder)))
     layers = list(made.model.model.layers)
     tensors = {name: torch.zeros(tensor.shape) for name, tensor in made.model.state_dict().items()}
